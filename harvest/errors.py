@@ -1,0 +1,63 @@
+"""Every error that harvest raises on purpose, and the exit code of each.
+
+    HarvestError                 1   the run failed
+    ├── RequestError             2   the request cannot be run as it stands; nothing was started
+    │   ├── PromptsError         2   a prompts file, a line of it, or one prompt
+    │   ├── ModelError           2   no such model, or one whose residual stream cannot be read
+    │   └── FolderError          2   the run folder holds something else
+    ├── StreamError              1   the model did not hand out the stream as expected
+    │   └── ValueRangeError      1   a value that the stored type cannot hold
+    ├── StorageError             1   a file could not be written
+    └── NotARunError             1   what was opened is no run, no shard, or not whole
+    CancelledError             130   stopped by Ctrl-C
+
+The command shows a HarvestError as one message, without a traceback. Anything else is a bug and keeps its traceback.
+"""
+
+EXIT_DONE = 0
+
+
+class HarvestError(Exception):
+    """Base of every error that harvest raises on purpose; its text says what was given, what is allowed and what to do."""
+
+    exit_code = 1
+
+
+class RequestError(HarvestError):
+    """The request cannot be run as it stands. Raised before the model is loaded."""
+
+    exit_code = 2
+
+
+class PromptsError(RequestError):
+    """A prompts file, a line of it, or one prompt is not what was expected."""
+
+
+class ModelError(RequestError):
+    """There is no such model, or it has no single residual stream that could be read."""
+
+
+class FolderError(RequestError):
+    """The run folder belongs to another request."""
+
+
+class StreamError(HarvestError):
+    """A forward pass did not hand out the residual stream as expected, so nothing of it was kept."""
+
+
+class ValueRangeError(StreamError):
+    """The stream holds a value that the stored type cannot hold."""
+
+
+class StorageError(HarvestError):
+    """A file of the run could not be written. What was published before stays."""
+
+
+class NotARunError(HarvestError):
+    """What was opened is no run of harvest, no shard, or not whole."""
+
+
+class CancelledError(HarvestError):
+    """The run was stopped by Ctrl-C; its published shards stay."""
+
+    exit_code = 130

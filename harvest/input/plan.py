@@ -1,0 +1,156 @@
+"""The plan of a run: which prompts make a shard, which a window, and which are read in one batch.
+
+    run      all prompts, in order
+    shard    shard_size consecutive prompts; one file
+    window   consecutive prompts whose captured rows fit the byte budget: whole shards, or a piece of one large shard
+    batch    prompts of one window, neighbours in length, padded to the longest and read in one forward pass
+
+A plan is a pure function of the token lengths and the settings. It depends neither on the machine nor on what is already done, so a
+resumed run, and a run split over several processes, form the very same batches and write the very same bytes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+# A window also ends after so many full batches, however few bytes they make. Narrow captures (one layer, or a few directions) would else
+# put a whole run into one window, and a window's shards are published only at its end.
+_WINDOW_BATCHES = 64
+
+# One more forward pass costs about as much as this share of a full one in padding.
+_BATCH_OVERHEAD = 1 / 64
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard file: prompts first to end - 1 of the run."""
+
+    index: int
+    first: int
+    end: int
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one window adds to one shard: prompts first to end - 1 of the run, n_tokens rows, from row `row` of the window's buffer."""
+
+    shard: Shard
+    first: int
+    end: int
+    row: int
+    n_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the shard is whole with this piece."""
+        return self.end == self.shard.end
+
+
+@dataclass(frozen=True)
+class Window:
+    """Prompts first to end - 1, n_tokens in all, whose captured rows stand in memory together."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def first(self) -> int:
+        return self.pieces[0].first
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(piece.n_tokens for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Shards and windows of a run, in order, and the token budget of a batch."""
+
+    lengths: npt.NDArray[np.int64]
+    shards: tuple[Shard, ...]
+    windows: tuple[Window, ...]
+    batch_tokens: int
+
+    def batches(self, window: Window) -> Iterator[list[int]]:
+        """The prompts of each batch of a window, longest first; rows * longest stays within batch_tokens, save for a single prompt."""
+        order = window.first + np.argsort(-self.lengths[window.first : window.end], kind="stable")
+        for first, end in _cheapest_cuts(self.lengths[order], self.batch_tokens):
+            yield order[first:end].tolist()
+
+
+def make_plan(lengths: npt.NDArray[np.int64], shard_size: int, token_bytes: int, window_bytes: int, batch_tokens: int) -> Plan:
+    """Plan a run.
+
+    lengths: int64 [prompt], tokens of each prompt.
+    token_bytes: bytes captured for one token, over all layers.
+    window_bytes: host memory for captured rows. A window takes at most half, so that one fills while the one before is written;
+        a single prompt that is larger makes a window of its own.
+    batch_tokens: padded tokens of one forward pass.
+    """
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    max_tokens = min(max(1, window_bytes // 2 // token_bytes), _WINDOW_BATCHES * batch_tokens)
+    shards = tuple(
+        Shard(index, first, end := min(first + shard_size, len(lengths)), int(offsets[end] - offsets[first]))
+        for index, first in enumerate(range(0, len(lengths), shard_size))
+    )
+    return Plan(lengths, shards, tuple(_windows(shards, offsets, max_tokens)), batch_tokens)
+
+
+def _windows(shards: tuple[Shard, ...], offsets: npt.NDArray[np.int64], max_tokens: int) -> Iterator[Window]:
+    index = 0
+    pieces: list[Piece] = []
+    rows = 0
+    for shard in shards:
+        if pieces and rows + shard.n_tokens > max_tokens:
+            yield Window(index, tuple(pieces))
+            index, pieces, rows = index + 1, [], 0
+        if shard.n_tokens <= max_tokens:
+            pieces.append(Piece(shard, shard.first, shard.end, rows, shard.n_tokens))
+            rows += shard.n_tokens
+            continue
+        for piece in _split(shard, offsets, max_tokens):
+            yield Window(index, (piece,))
+            index += 1
+    if pieces:
+        yield Window(index, tuple(pieces))
+
+
+def _split(shard: Shard, offsets: npt.NDArray[np.int64], max_tokens: int) -> Iterator[Piece]:
+    """A shard that is larger than a window, in pieces of at most max_tokens, or of one prompt where that is longer."""
+    first = shard.first
+    while first < shard.end:
+        fitting = int(np.searchsorted(offsets, offsets[first] + max_tokens, side="right")) - 1
+        end = min(max(fitting, first + 1), shard.end)
+        yield Piece(shard, first, end, 0, int(offsets[end] - offsets[first]))
+        first = end
+
+
+def _cheapest_cuts(descending: npt.NDArray[np.int64], batch_tokens: int) -> list[tuple[int, int]]:
+    """Cut lengths in descending order into batches such that padding and the number of passes together cost the least.
+
+    Dynamic programming over the cuts: best[j] is the lowest cost of the first j prompts, where a batch of prompts i to j - 1 costs its
+    padded tokens, (j - i) * descending[i], and the overhead of one pass.
+    """
+    n = len(descending)
+    overhead = batch_tokens * _BATCH_OVERHEAD
+    best = np.full(n + 1, np.inf)
+    best[0] = 0
+    begin = np.zeros(n + 1, dtype=np.int64)
+    counts = np.arange(1, n + 1)
+    for i, longest in enumerate(descending.tolist()):
+        most = min(max(batch_tokens // longest, 1), n - i)
+        costs = best[i] + overhead + longest * counts[:most]
+        better = costs < best[i + 1 : i + 1 + most]
+        best[i + 1 : i + 1 + most][better] = costs[better]
+        begin[i + 1 : i + 1 + most][better] = i
+    cuts = [(int(begin[n]), n)]
+    while cuts[-1][0]:
+        cuts.append((int(begin[cuts[-1][0]]), cuts[-1][0]))
+    return cuts[::-1]

@@ -1,0 +1,151 @@
+"""The residual stream after each asked decoder block, read with forward hooks while the model runs.
+
+Shapes: B prompts of a batch, S padded length, T real tokens of the batch end to end, L layers asked for, H hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from harvest.errors import ModelError, StreamError
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The stream of one batch, on the model's device.
+
+    rows_LTH: in the stored dtype; real tokens only, prompts end to end in the batch's order.
+    peaks_L: float32, the largest magnitude in each layer before it was stored; NaN or inf where the stream itself held one.
+    """
+
+    rows_LTH: torch.Tensor
+    peaks_L: torch.Tensor
+
+
+class _DeepestReadError(Exception):
+    """Ends a forward pass after the deepest asked block: what lies above, and the head, is never computed."""
+
+
+def find_blocks(decoder: torch.nn.Module, n_layers: int) -> torch.nn.ModuleList:
+    """The decoder's blocks: its outermost ModuleList with one entry a layer. Raises ModelError."""
+    lists = [
+        (name.count("."), module)
+        for name, module in decoder.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == n_layers
+    ]
+    if not lists:
+        raise ModelError(
+            f"model: {type(decoder).__name__} has no list of {n_layers} decoder blocks, so there is no residual stream to read between them"
+        )
+    return min(lists, key=lambda entry: entry[0])[1]
+
+
+class Capture:
+    """A decoder whose asked blocks hand out their output. A context manager: the hooks are removed at its end."""
+
+    def __init__(self, decoder: torch.nn.Module, layers: Sequence[int], n_layers: int, hidden_size: int, store_dtype: torch.dtype) -> None:
+        self._decoder = decoder
+        self._layers = list(layers)
+        self._hidden_size = hidden_size
+        self._store_dtype = store_dtype
+        self._device = next(decoder.parameters()).device
+        blocks = find_blocks(decoder, n_layers)
+        self._hooks = [
+            blocks[layer].register_forward_hook(self._hook(position, layer), with_kwargs=False)
+            for position, layer in enumerate(self._layers)
+        ]
+        self._pass: _Pass | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.inference_mode()
+    def read(self, prompts: Sequence[npt.NDArray[np.int32]]) -> Captured:
+        """Run one batch of token ids, each int32 [token], padded on the right, and capture the asked layers.
+
+        There is no attention mask: in a causal decoder no real token looks at the padding to its right, and without a mask attention
+        takes its fastest path. Raises StreamError where a block is not called exactly once, or hands out another shape.
+        """
+        ids_BS, real_T = self._pad(prompts)
+        self._pass = _Pass(
+            shape=(*ids_BS.shape, self._hidden_size),
+            real_T=real_T,
+            rows_LTH=torch.empty(
+                len(self._layers), sum(map(len, prompts)), self._hidden_size, dtype=self._store_dtype, device=self._device
+            ),
+            peaks_L=torch.empty(len(self._layers), dtype=torch.float32, device=self._device),
+            n_read=0,
+        )
+        try:
+            self._decoder(input_ids=ids_BS, use_cache=False)
+        except _DeepestReadError:
+            return Captured(self._pass.rows_LTH, self._pass.peaks_L)
+        finally:
+            n_read, self._pass = self._pass.n_read, None
+        raise StreamError(
+            f"the forward pass ended after calling {n_read} of the {len(self._layers)} asked decoder blocks; "
+            "this model does not run its blocks in order for text alone"
+        )
+
+    def _pad(self, prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Token ids int64 [B, S], and the places of the real tokens in [B * S], or None where all are real."""
+        lengths = [len(ids) for ids in prompts]
+        longest = max(lengths)
+        # Any id that the model has will do as padding: no real token sees it, and its rows are dropped.
+        padded = np.zeros((len(prompts), longest), dtype=np.int64)
+        for row, ids in zip(padded, prompts, strict=True):
+            row[: len(ids)] = ids
+        ids_BS = torch.from_numpy(padded).to(self._device)
+        if min(lengths) == longest:
+            return ids_BS, None
+        real = np.concatenate([np.arange(length) + row * longest for row, length in enumerate(lengths)])
+        return ids_BS, torch.from_numpy(real).to(self._device)
+
+    def _hook(self, position: int, layer: int) -> Any:
+        is_deepest = position == len(self._layers) - 1
+
+        def read_output(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+            # About twenty families hand out a tuple or a list whose first entry is the stream.
+            stream_BSH = output[0] if isinstance(output, (tuple, list)) else output
+            assert self._pass is not None, "a block was run outside of a capture"
+            self._pass.store(position, layer, stream_BSH)
+            if is_deepest:
+                raise _DeepestReadError
+
+        return read_output
+
+
+@dataclass
+class _Pass:
+    """One forward pass on its way: what is expected of each block, and where its rows go."""
+
+    shape: tuple[int, ...]
+    real_T: torch.Tensor | None
+    rows_LTH: torch.Tensor
+    peaks_L: torch.Tensor
+    n_read: int
+
+    def store(self, position: int, layer: int, stream_BSH: Any) -> None:
+        if position != self.n_read:
+            raise StreamError(f"decoder block {layer} was called out of turn; this model does not run each block once, in order")
+        if not isinstance(stream_BSH, torch.Tensor) or tuple(stream_BSH.shape) != self.shape:
+            found = list(stream_BSH.shape) if isinstance(stream_BSH, torch.Tensor) else type(stream_BSH).__name__
+            raise StreamError(
+                f"decoder block {layer} hands out {found}, where one stream of shape [batch, token, hidden] = {list(self.shape)} "
+                "was expected; this model has no single residual stream there"
+            )
+        rows_TH = stream_BSH.reshape(-1, self.shape[-1])
+        if self.real_T is not None:
+            rows_TH = rows_TH.index_select(0, self.real_T.to(rows_TH.device))
+        self.peaks_L[position] = rows_TH.abs().amax()
+        self.rows_LTH[position].copy_(rows_TH)
+        self.n_read += 1

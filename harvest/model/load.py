@@ -1,0 +1,134 @@
+"""A model's config and tokenizer, read first and cheaply; then its decoder's weights, on the device."""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from harvest.errors import ModelError
+from harvest.model import tiny
+from harvest.model.sources import Source
+
+# Files up to this size go into a folder's revision whole; of larger ones, the weights, only the size and both ends.
+_WHOLE_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a model before its weights are loaded.
+
+    repository: the Hugging Face id, the folder, or "tiny".
+    revision: the Hub's commit, or a digest of the folder's files.
+    context_length: tokens, or None where the architecture has no limit.
+    dtype: the dtype that the weights are stored in.
+    """
+
+    source: Source
+    config: Any
+    tokenizer: Any
+    repository: str
+    revision: str
+    n_layers: int
+    hidden_size: int
+    vocab_size: int | None
+    context_length: int | None
+    dtype: str
+
+
+def describe(source: Source) -> Description:
+    """Read a model's config and tokenizer. Raises ModelError, with the reason, for one that harvest cannot read."""
+    if source.is_tiny:
+        config, tokenizer, revision = tiny.tiny_config(), tiny.tiny_tokenizer(), tiny.REVISION
+    else:
+        config = _from_pretrained(transformers.AutoConfig, source)
+        _check_architecture(source, config)
+        tokenizer = _from_pretrained(transformers.AutoTokenizer, source)
+        revision = getattr(config, "_commit_hash", None) or folder_revision(Path(source.location), source.gguf_file)
+    text = config.get_text_config(decoder=True)
+    return Description(
+        source=source,
+        config=config,
+        tokenizer=tokenizer,
+        repository=source.location,
+        revision=revision,
+        n_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=getattr(text, "vocab_size", None),
+        context_length=source.context_length or max_context(config),
+        dtype=source.dtype or _dtype_name(text.dtype or config.dtype),
+    )
+
+
+def max_context(config: Any) -> int | None:
+    """The longest input, in tokens, that a config allows; None where it names no limit, as state-space models do."""
+    text = config.get_text_config(decoder=True)
+    # Bloom's seq_length and MPT's max_seq_len are the same limit by older names.
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def load_decoder(description: Description, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """Load a model's decoder, without its LM head, ready for inference. Raises ModelError."""
+    source = description.source
+    if source.is_tiny:
+        model: Any = tiny.tiny_model()
+        model = model.to(device=device, dtype=dtype)
+    else:
+        # An explicit device map makes the weights go to the device as they are read, and not through a second copy in host memory.
+        model = _from_pretrained(transformers.AutoModelForCausalLM, source, dtype=dtype, device_map={"": device})
+    decoder: torch.nn.Module = model.get_decoder()
+    decoder.eval()
+    decoder.requires_grad_(False)
+    return decoder
+
+
+def _check_architecture(source: Source, config: Any) -> None:
+    if config.is_encoder_decoder:
+        raise ModelError(f"model: {source.name} ({config.model_type}) is an encoder-decoder; harvest reads decoder-only models")
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"model: transformers {transformers.__version__} knows no causal language model of the type {config.model_type!r} "
+            f"that {source.name} has; harvest reads decoder-only language models"
+        )
+
+
+def _from_pretrained(auto_class: Any, source: Source, **kwargs: Any) -> Any:
+    if source.gguf_file is not None:
+        kwargs["gguf_file"] = source.gguf_file
+    try:
+        return auto_class.from_pretrained(source.location, **kwargs)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        what = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(auto_class.__name__, "weights")
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"model: the {what} of {source.name} cannot be loaded from {source.location}: {reason}") from error
+
+
+def _dtype_name(dtype: Any) -> str:
+    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def folder_revision(folder: Path, gguf_file: str | None = None) -> str:
+    """A digest of a model folder that changes with its files and not with their place or times.
+
+    Hashing all of a large model would take longer than loading it, so of a large file the size and the first and last MiB count:
+    that covers a safetensors header, which names every tensor with its place, and the ends of the data.
+    """
+    digest = hashlib.sha256()
+    for path in [folder / gguf_file] if gguf_file else sorted(folder.iterdir()):
+        if not path.is_file() or path.name.startswith("."):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(_WHOLE_FILE_BYTES))
+            if size > _WHOLE_FILE_BYTES:
+                file.seek(-_WHOLE_FILE_BYTES, os.SEEK_END)
+                digest.update(file.read(_WHOLE_FILE_BYTES))
+    return f"sha256:{digest.hexdigest()}"

@@ -1,0 +1,90 @@
+"""Where a model comes from: the registry, a folder, a GGUF file, the Hugging Face Hub, or harvest's own code."""
+
+import difflib
+import functools
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harvest.errors import ModelError
+from harvest.settings import cache_folder
+
+TINY = "tiny"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One model's place.
+
+    name: as the user wrote it.
+    location: a Hugging Face id, or a folder's path.
+    gguf_file: the file in that folder, where the model is one GGUF file.
+    context_length, dtype: what the registry says of it; None where it is not in the registry.
+    """
+
+    name: str
+    location: str
+    gguf_file: str | None = None
+    context_length: int | None = None
+    dtype: str | None = None
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether this is the embedded model, which has no files."""
+        return self.location == TINY
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the model's files lie in a local folder."""
+        return not self.is_tiny and Path(self.location).is_dir()
+
+
+@functools.cache
+def registry() -> dict[str, dict[str, Any]]:
+    """The entries of configs/models.toml by id."""
+    # In a wheel the folder travels inside the package; in a checkout it lies beside it.
+    package = Path(__file__).parent.parent
+    folder = next(place for place in (package / "configs", package.parent / "configs") if place.is_dir())
+    return tomllib.loads((folder / "models.toml").read_text())
+
+
+def find_model(name: str) -> Source:
+    """The source of a model by registry id, path or Hugging Face id. Looks at local files only. Raises ModelError."""
+    if name == TINY:
+        return Source(name, TINY)
+    if name in registry():
+        return _from_registry(name)
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(f"model: {name} is a file, but no GGUF file; a model is a folder with a config.json, or a .gguf file")
+        return Source(name, str(path.resolve().parent), gguf_file=path.name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model: the folder {name} holds no config.json, so it is no Hugging Face model")
+        return Source(name, str(path.resolve()))
+    if name.startswith(("/", ".", "~")) or name.endswith(".gguf") or name.count("/") > 1:
+        raise ModelError(f"model: there is no file or folder {name}")
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII) is None:
+        raise ModelError(f"model: {name!r} is no registry id, Hugging Face id, folder or GGUF file; known ids: {_known()}")
+    near = difflib.get_close_matches(name, [TINY, *registry()], n=1, cutoff=0.75)
+    if near and "/" not in name:
+        raise ModelError(f"model: {name} is unknown; did you mean {near[0]}? Known ids: {_known()}")
+    return Source(name, name)
+
+
+def _from_registry(name: str) -> Source:
+    entry = registry()[name]
+    location = entry.get("repository")
+    if location is None:
+        folder = cache_folder() / entry["folder"]
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model: {name} is not on this machine yet ({folder} is missing); make it with: {entry['made_by']}")
+        location = str(folder)
+    return Source(name, location, context_length=entry["context_length"], dtype=entry["dtype"])
+
+
+def _known() -> str:
+    return ", ".join([TINY, *registry()])

@@ -1,0 +1,95 @@
+"""Every rename and fsync of harvest: a file is either not there, or there as a whole and on the disk.
+
+Written beside its place under a temporary name, flushed to the disk, renamed, and the folder's entry flushed too. A reader, and a run
+that goes on after a power cut, never meets half a file under a final name.
+"""
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from harvest.errors import StorageError
+
+_TEMPORARY = ".tmp-"
+# Large enough that a small entry costs no system call of its own; a chunk goes through as it is.
+_BUFFER_BYTES = 1 << 20
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn an error of the operating system into a StorageError that names the file and what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = {
+            errno.ENOSPC: "free some space, or choose another --out",
+            errno.EDQUOT: "your quota is used up; free some space, or choose another --out",
+            errno.EFBIG: "the file is larger than the system allows; raise the limit (ulimit -f), or lower --shard-size",
+            errno.EACCES: "choose an --out that you may write to",
+            errno.EPERM: "choose an --out that you may write to",
+            errno.EROFS: "choose an --out that you may write to",
+            errno.EMFILE: "raise the limit of open files (ulimit -n)",
+        }.get(error.errno or 0, "see to that, then run the same command again")
+        raise StorageError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, where they are missing."""
+    with storing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def temporary_name(path: Path) -> Path:
+    """The name beside `path` under which this process writes it."""
+    return path.with_name(f"{path.name.split('.')[0]}{_TEMPORARY}{os.getpid()}{''.join(path.suffixes)}")
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a file is a leftover of a process that ended while it wrote."""
+    return _TEMPORARY in path.name
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Open a new file to be published later."""
+    with storing(path):
+        return open(path, "xb", buffering=_BUFFER_BYTES)
+
+
+def publish(file: BinaryIO, temporary: Path, final: Path) -> None:
+    """Flush a written file to the disk, close it, and give it its final name."""
+    with storing(final):
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        os.replace(temporary, final)
+        _sync_folder(final.parent)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write or replace a small file in one step."""
+    temporary = temporary_name(path)
+    try:
+        with open_new(temporary) as file, storing(path):
+            file.write(data)
+            publish(file, temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with storing(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

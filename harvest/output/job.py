@@ -1,0 +1,83 @@
+"""job.json: the HarvestJob of a run, rewritten whole at each change of its state."""
+
+from typing import Any
+from uuid import uuid4
+
+import pydantic
+
+from harvest.contract import URL_LIFETIME, HarvestJob, HarvestResult, Timings, utc_now
+from harvest.output import durable
+from harvest.output.folder import RunFolder
+
+
+class JobFile:
+    """The job of a run folder, and its file."""
+
+    def __init__(self, folder: RunFolder, job: HarvestJob) -> None:
+        self._folder = folder
+        self.job = job
+
+    @classmethod
+    def begin(cls, folder: RunFolder, previous: HarvestJob | None, **fields: Any) -> "JobFile":
+        """A pending job, written; with the ids and the age of the previous one where this run goes on with it."""
+        kept = {} if previous is None else previous.model_dump(include={"job_id", "run_id", "created_at"})
+        fresh = {"job_id": uuid4(), "run_id": uuid4(), "created_at": utc_now()}
+        job = HarvestJob(**{**fresh, **kept, **fields}, status="pending", tokens=None, started_at=None, completed_at=None)
+        file = cls(folder, job)
+        file._write()
+        return file
+
+    def start(self) -> None:
+        """The model is about to be loaded."""
+        self._change(status="running", started_at=utc_now())
+
+    def finish(self, result: HarvestResult) -> None:
+        """All files are in place."""
+        now = utc_now()
+        self._change(status="done", completed_at=now, tokens=result.tokens, result=result, urls_expire_at=now + URL_LIFETIME)
+
+    def fail(self, error: str) -> None:
+        """The run ended before its files were whole. A failed job is charged no tokens."""
+        self._change(status="failed", completed_at=utc_now(), tokens=0, error=error)
+
+    def cancel(self) -> None:
+        """The run was stopped. It is charged what it had reserved where it had started."""
+        tokens = 0 if self.job.started_at is None else self.job.reserved_tokens
+        self._change(status="cancelled", completed_at=utc_now(), tokens=tokens)
+
+    def _change(self, **fields: Any) -> None:
+        self.job = self.job.model_copy(update=fields)
+        self._write()
+
+    def _write(self) -> None:
+        durable.write_whole(self._folder.job, self.job.to_json().encode())
+
+
+def read_job(folder: RunFolder) -> HarvestJob | None:
+    """The job in a folder, or None where there is none that can be read."""
+    try:
+        return HarvestJob.model_validate_json(folder.job.read_bytes())
+    except (OSError, pydantic.ValidationError):
+        return None
+
+
+def with_fresh_links(folder: RunFolder, job: HarvestJob) -> HarvestJob:
+    """A done job with links to where its folder lies now, good for seven days from now, as each answer of the API has them."""
+    if job.result is None:
+        return job
+    links = make_links(folder, job.result.n_shards)
+    return job.model_copy(update={"result": job.result.model_copy(update=links), "urls_expire_at": utc_now() + URL_LIFETIME})
+
+
+def make_links(folder: RunFolder, n_shards: int) -> dict[str, Any]:
+    """The result's links to a run's files."""
+    return {
+        "manifest_url": folder.manifest.as_uri(),
+        "shard_urls": [folder.shard(index).as_uri() for index in range(n_shards)],
+        "stats_url": folder.stats.as_uri(),
+    }
+
+
+def round_timings(load_s: float, forward_s: float, save_s: float, upload_s: float) -> Timings:
+    """Seconds to the millisecond."""
+    return Timings(load_s=round(load_s, 3), forward_s=round(forward_s, 3), save_s=round(save_s, 3), upload_s=round(upload_s, 3))

@@ -1,0 +1,142 @@
+"""All that is decided before a model's weights are loaded: settings, layers, token ids, the plan, and what the bytes depend on."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from harvest.contract import HarvestRequest
+from harvest.errors import RequestError
+from harvest.input.plan import Plan, make_plan
+from harvest.input.tokens import Tokens, tokenize
+from harvest.model.device import resolve_device
+from harvest.model.load import Description, describe, max_context
+from harvest.model.sources import find_model
+from harvest.model.start_token import start_token_id
+from harvest.output.codecs import default_codec
+from harvest.output.folder import Fingerprint
+from harvest.output.layout import FORMAT_VERSION, ShardLayout
+from harvest.progress import Reporter
+from harvest.settings import Dtype, Engine
+
+# Padded tokens of one forward pass by kind of device. Fixed figures, not ones read off the device: the batches, and with them the last
+# bits of the result, must not depend on how much memory happens to be free.
+_BATCH_TOKENS = {"cpu": 2048, "mps": 4096, "cuda": 16384}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The engine's settings with nothing left open. Dtypes by name; context_length None: no prompt is cut."""
+
+    device: str
+    compute_dtype: str
+    store_dtype: Dtype
+    codec: str
+    context_length: int | None
+    batch_tokens: int
+    window_bytes: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to begin."""
+
+    request: HarvestRequest
+    description: Description
+    settings: Settings
+    layers: list[int]
+    tokens: Tokens
+    layout: ShardLayout
+    plan: Plan
+    fingerprint: Fingerprint
+
+    @property
+    def reserved_tokens(self) -> int:
+        """What the API would hold against a budget: each prompt's UTF-8 bytes, and 1 more for its start token."""
+        return sum(len(text.encode()) + 1 for text in self.request.prompts)
+
+    @property
+    def digest(self) -> str:
+        """The fingerprint in 64 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
+
+
+def prepare(request: HarvestRequest, engine: Engine, reporter: Reporter) -> Prepared:
+    """Decide everything that can be decided without the model's weights. Raises RequestError."""
+    device = resolve_device(engine.device)
+    source = find_model(request.model)
+    description = describe(source)
+    if source.is_tiny:
+        reporter.note("tiny has random weights: it shows how harvest works, and its numbers mean nothing")
+    layers = request.resolve_layers(description.n_layers)
+    settings = _resolve(engine, device, description)
+    tokens = _tokenize(request, description, settings, reporter)
+    about = {"model": request.model, "repository": description.repository, "revision": description.revision, "layers": layers}
+    layout = ShardLayout(tuple(layers), description.hidden_size, settings.store_dtype, settings.codec, about)
+    plan = make_plan(tokens.lengths, request.shard_size, layout.token_bytes, settings.window_bytes, settings.batch_tokens)
+    fingerprint = {
+        **request.model_dump(exclude={"prompts", "layers"}),
+        **about,
+        **asdict(settings),
+        # Which of several cards computed is no difference; that it was a card is.
+        "device": device.type,
+        "prompts": _digest(request.prompts),
+        "n_prompts": len(request.prompts),
+        "start_token_id": tokens.start_token_id,
+        "shard_format": FORMAT_VERSION,
+    }
+    return Prepared(request, description, settings, layers, tokens, layout, plan, fingerprint)
+
+
+def _resolve(engine: Engine, device: torch.device, description: Description) -> Settings:
+    longest = None if description.source.is_tiny else max_context(description.config)
+    longest = longest or description.context_length
+    if engine.context_length is not None and longest is not None and engine.context_length > longest:
+        raise RequestError(
+            f"context_length: {engine.context_length} was given, but {description.source.name} has {longest} positions; give 2 to {longest}"
+        )
+    auto_dtype = "float32" if device.type == "cpu" else description.dtype
+    store_dtype: Dtype = "bfloat16" if engine.store_dtype == "auto" else engine.store_dtype
+    return Settings(
+        device=str(device),
+        compute_dtype=auto_dtype if engine.compute_dtype == "auto" else engine.compute_dtype,
+        store_dtype=store_dtype,
+        codec=default_codec(store_dtype) if engine.codec == "auto" else engine.codec,
+        context_length=engine.context_length or description.context_length,
+        batch_tokens=engine.batch_tokens or _BATCH_TOKENS[device.type],
+        window_bytes=engine.window_bytes,
+    )
+
+
+def _tokenize(request: HarvestRequest, description: Description, settings: Settings, reporter: Reporter) -> Tokens:
+    start = None
+    if request.add_special_tokens:
+        start = start_token_id(description.tokenizer, description.config)
+        if start is None:
+            reporter.note(f"{request.model} has no start token, so none is put before the prompts")
+    max_tokens = settings.context_length - 1 if settings.context_length else None
+    tokens = tokenize(request.prompts, description.tokenizer, start, max_tokens, description.vocab_size)
+    if tokens.cut:
+        reporter.note(f"{_prompts(tokens.cut)} cut to the first {max_tokens} tokens, the context length less one")
+    if tokens.doubled:
+        reporter.note(
+            f"warning: {_prompts(tokens.doubled)} already began with the start token, and now have two, so every position is off by one; "
+            "pass --no-add-special-tokens for text that begins with its own"
+        )
+    return tokens
+
+
+def _prompts(numbers: Sequence[int]) -> str:
+    """`3 prompts (0, 5, 9)`, the first five named."""
+    named = ", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")
+    return f"{len(numbers)} prompt{'s' if len(numbers) > 1 else ''} ({named})"
+
+
+def _digest(texts: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        raw = text.encode()
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return f"sha256:{digest.hexdigest()}"

@@ -1,0 +1,1 @@
+"""What reads a run back. Nothing that makes a run imports from here."""

@@ -1,0 +1,41 @@
+"""How a run is carried out: what the API has no field for. Checked without torch."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+DtypeChoice = Literal["auto", Dtype]
+CodecChoice = Literal["auto", "lz4", "zstd", "none"]
+
+GIB = 1 << 30
+
+
+def _check_device(device: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", device, re.ASCII) is None:
+        raise ValueError("a device is auto, cpu, cuda, cuda:N or mps")
+    return device
+
+
+class Engine(BaseModel):
+    """The engine's settings, as asked for; `auto` and None are resolved when the model is known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    device: Annotated[str, AfterValidator(_check_device)] = Field(default="auto", description="auto, cpu, cuda, cuda:N or mps.")
+    compute_dtype: DtypeChoice = Field(default="auto", description="Auto: the model's own dtype on a GPU, float32 on a CPU.")
+    store_dtype: DtypeChoice = Field(default="auto", description="Auto: bfloat16.")
+    codec: CodecChoice = Field(default="auto", description="Auto: lz4 for bfloat16, none for float16 and float32.")
+    context_length: int | None = Field(default=None, ge=2, description="Tokens of context; a prompt keeps its first context - 1.")
+    batch_tokens: int | None = Field(default=None, ge=1, description="Padded tokens of one forward pass.")
+    window_bytes: int = Field(default=2 * GIB, ge=1, description="Host memory for captured rows, in bytes.")
+
+
+def cache_folder() -> Path:
+    """Where harvest keeps what it made once: $HARVEST_CACHE, or `harvest` below the user's cache folder."""
+    if own := os.environ.get("HARVEST_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "harvest"
