@@ -1,0 +1,67 @@
+"""What several tests share: models in folders, and finished runs."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import harvest
+from harvest.model.tiny import tiny_tokenizer
+from harvest.settings import cache_folder
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+DATA = Path(__file__).parent / "data"
+PROMPTS_96 = DATA / "prompts-96.jsonl"
+
+# Lengths from 1 to 70 tokens of the byte tokenizer, unsorted, so that batches have padding and shards mix lengths.
+TEXTS = ["Hello there", "a", "The cat sat on the mat, and then it slept.", "2 + 2 = 4", "é" * 30, "once more", "x" * 69, "end", "zz top " * 5]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder that scripts/get-smollm2 makes; scripts/test makes it before the tests."""
+    folder = cache_folder() / "smollm2-135m"
+    assert (folder / "config.json").is_file(), f"{folder} is missing; make it with scripts/get-smollm2"
+    return folder
+
+
+@pytest.fixture(scope="session")
+def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Save a model of random weights, in float32, with the byte tokenizer, as a Hugging Face folder."""
+
+    def save(config: Any) -> Path:
+        folder = tmp_path_factory.mktemp(config.model_type)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of TEXTS on tiny: all layers, bfloat16, four prompts a shard. Not to be written to."""
+    folder = tmp_path_factory.mktemp("tiny") / "run"
+    harvest.run(tiny_request(shard_size=4), folder)
+    return folder
+
+
+def tiny_request(prompts: list[str] | None = None, **fields: Any) -> harvest.HarvestRequest:
+    """A request for all layers of tiny."""
+    return harvest.HarvestRequest(model="tiny", prompts=prompts or TEXTS, **{"layers": "all", **fields})
+
+
+def read_96() -> list[str]:
+    """The 96 English prompts."""
+    return [json.loads(line)["prompt"] for line in PROMPTS_96.read_text().splitlines()]
