@@ -4,14 +4,11 @@ Nothing heavy is imported before it is needed: --help, and every error in the co
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import click
 
 from harvest.errors import HarvestError
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class _Group(click.Group):
@@ -31,29 +28,24 @@ def cli() -> None:
     """Read the residual stream of a language model for every token of a set of prompts, and write it to disk."""
 
 
-def _option(*names: str, **kwargs: Any) -> Callable[[_Command], _Command]:
-    """An option that is None where it was not given: defaults live in the request and in the engine's settings."""
-    return click.option(*names, **{"default": None, **kwargs})
-
-
 @cli.command(
     short_help="Harvest the prompts of a file.", epilog="Example: harvest run --model tiny --prompts prompts.jsonl --layers all --out run1"
 )
-@_option("--model", metavar="ID", help="A registry id, Hugging Face id, folder or GGUF file. [default: tiny, random weights]")
-@_option("--prompts", metavar="FILE", required=True, help=".jsonl, .json or .txt, each also .gz; - reads jsonl from stdin.")
-@_option("--field", metavar="NAME", help="The key of the text where a prompt is an object. [default: prompt or text]")
-@_option("--layers", metavar="LAYERS", help='"all", or block numbers from 0 such as 8,16,24 or 0-3. [default: the quartiles]')
-@_option("--shard-size", type=int, metavar="N", help="Prompts in each shard file, 1 to 4096. [default: 32]")
-@_option("--batch-size", type=int, metavar="N", help="Kept in the manifest, as the API does; the engine sizes its own batches.")
-@_option("--add-special-tokens/--no-add-special-tokens", help="Put the start token before each prompt. [default: add]")
-@_option("--out", type=click.Path(), metavar="DIR", help="The run folder. [default: runs/MODEL-DIGEST]")
-@_option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps. [default: auto]")
-@_option("--compute-dtype", metavar="DTYPE", help="auto, bfloat16, float16 or float32. [default: auto]")
-@_option("--store-dtype", metavar="DTYPE", help="auto, bfloat16, float16 or float32. [default: auto, bfloat16]")
-@_option("--codec", metavar="CODEC", help="auto, lz4, zstd or none. [default: auto, lz4 for bfloat16]")
-@_option("--context-length", type=int, metavar="N", help="Tokens of context; a prompt keeps its first N - 1. [default: the model's]")
-@_option("--batch-tokens", type=int, metavar="N", help="Padded tokens of one forward pass. [default: by device]")
-@_option("--window-bytes", type=int, metavar="N", help="Host memory for captured rows, in bytes. [default: 2 GiB]")
+@click.option("--model", metavar="ID", help="A registry id, Hugging Face id, folder or GGUF file. [default: tiny, random weights]")
+@click.option("--prompts", metavar="FILE", required=True, help=".jsonl, .json or .txt, each also .gz; - reads jsonl from stdin.")
+@click.option("--field", metavar="NAME", help="The key of the text where a prompt is an object. [default: prompt or text]")
+@click.option("--layers", metavar="LAYERS", help='"all", or block numbers from 0 such as 8,16,24 or 0-3. [default: the quartiles]')
+@click.option("--shard-size", type=int, metavar="N", help="Prompts in each shard file, 1 to 4096. [default: 32]")
+@click.option("--batch-size", type=int, metavar="N", help="Kept in the manifest, as the API does; the engine sizes its own batches.")
+@click.option("--add-special-tokens/--no-add-special-tokens", default=None, help="Put the start token before each prompt. [default: add]")
+@click.option("--out", type=click.Path(), metavar="DIR", help="The run folder. [default: runs/MODEL-DIGEST]")
+@click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps. [default: auto]")
+@click.option("--compute-dtype", metavar="DTYPE", help="auto, bfloat16, float16 or float32. [default: auto]")
+@click.option("--store-dtype", metavar="DTYPE", help="auto, bfloat16, float16 or float32. [default: auto, bfloat16]")
+@click.option("--codec", metavar="CODEC", help="auto, lz4, zstd or none. [default: auto, lz4 for bfloat16]")
+@click.option("--context-length", type=int, metavar="N", help="Tokens of context; a prompt keeps its first N - 1. [default: the model's]")
+@click.option("--batch-tokens", type=int, metavar="N", help="Padded tokens of one forward pass. [default: by device]")
+@click.option("--window-bytes", type=int, metavar="N", help="Host memory for captured rows, in bytes. [default: 2 GiB]")
 @click.option("--quiet", "-q", is_flag=True, help="No progress and no notes on stderr.")
 def run(prompts: str, field: str | None, layers: str | None, out: str | None, quiet: bool, **options: Any) -> None:
     """Harvest the prompts of a file, and print the job as JSON.

@@ -22,7 +22,30 @@ DATA = Path(__file__).parent / "data"
 PROMPTS_96 = DATA / "prompts-96.jsonl"
 
 # Lengths from 1 to 70 tokens of the byte tokenizer, unsorted, so that batches have padding and shards mix lengths.
-TEXTS = ["Hello there", "a", "The cat sat on the mat, and then it slept.", "2 + 2 = 4", "é" * 30, "once more", "x" * 69, "end", "zz top " * 5]
+TEXTS = [
+    "Hello there",
+    "a",
+    "The cat sat on the mat, and then it slept.",
+    "2 + 2 = 4",
+    "é" * 30,
+    "once more",
+    "x" * 69,
+    "end",
+    "zz top " * 5,
+]
+
+
+# Configs of random models that the byte tokenizer fits.
+SMALL = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": None, "pad_token_id": None}
+LLAMA_LIKE = {
+    **SMALL,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 
 
 @pytest.fixture(scope="session")

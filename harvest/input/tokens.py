@@ -1,5 +1,6 @@
 """Texts to token ids: the start token first, put there by harvest itself, and no more ids than the model's context allows."""
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ class Tokens:
     cut: list[int]
     doubled: list[int]
 
-    @property
+    @functools.cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each prompt, the start token counted: int64 [prompt]."""
         return np.diff(self.offsets)

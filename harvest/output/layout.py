@@ -23,8 +23,11 @@ from harvest.settings import Dtype
 FORMAT = "harvest-shard"
 FORMAT_VERSION = 1
 
-# One layer of all tokens is the read of sparse-autoencoder training, so a chunk holds one layer only, and at most this much of it.
+# One layer of all tokens is the read of sparse-autoencoder training, so a chunk holds one layer only, and at most this much of it:
+# 4 MiB, or down to 1 MiB where many layers are kept, since a shard that is written in pieces holds an unfinished chunk of each.
 MAX_CHUNK_BYTES = 4 << 20
+_MIN_CHUNK_BYTES = 1 << 20
+_UNFINISHED_BYTES = 128 << 20
 
 # numpy has no bfloat16, and a Zarr extension type for it makes xarray refuse the whole group: its bits are stored as uint16.
 STORED_AS = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
@@ -85,7 +88,8 @@ class ShardLayout:
 
     def chunk_tokens(self, n_tokens: int) -> int:
         """Tokens in one chunk of a shard with so many: chunks are as even as they can be, so that the last wastes next to nothing."""
-        most = max(1, MAX_CHUNK_BYTES // (self.width * self.numpy_dtype.itemsize))
+        chunk_bytes = min(MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, _UNFINISHED_BYTES // len(self.layers)))
+        most = max(1, chunk_bytes // (self.width * self.numpy_dtype.itemsize))
         n_chunks = -(-n_tokens // most)
         return -(-n_tokens // n_chunks)
 

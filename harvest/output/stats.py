@@ -51,7 +51,9 @@ def widen(rows: npt.NDArray[Any], store_dtype: str) -> npt.NDArray[np.float64]:
     if store_dtype == "bfloat16":
         # A bfloat16 is the upper half of a float32.
         rows = (rows.astype(np.uint32) << 16).view(np.float32)
-    return rows.astype(np.float64)
+    # A NaN may be of the signalling kind, for which numpy warns; what to do about a NaN is the caller's matter.
+    with np.errstate(invalid="ignore"):
+        return rows.astype(np.float64)
 
 
 def sum_rows(rows_TW: npt.NDArray[Any], left_out: npt.NDArray[np.int64], store_dtype: str) -> ChunkSums:

@@ -1,5 +1,6 @@
 """One shard file, as a mapping with the API's names."""
 
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -27,12 +28,12 @@ class Shard(Mapping[str, torch.Tensor]):
     def __init__(self, path: str | Path) -> None:
         """Open a shard file. Raises NotARunError where the path holds none."""
         self.path = Path(path)
+        if not self.path.is_file():
+            raise NotARunError(f"{path}: there is no such shard file")
         try:
             self._store = ZipStore(self.path, mode="r")
             group = zarr.open_group(self._store, mode="r")
-        except FileNotFoundError:
-            raise NotARunError(f"{path}: there is no such shard file") from None
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise NotARunError(f"{path}: is no shard file that can be read ({error})") from error
         if group.attrs.get("format") != FORMAT:
             raise NotARunError(f"{path}: is a Zarr store, but no shard of harvest")

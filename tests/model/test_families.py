@@ -8,20 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import TEXTS, read_96
+from conftest import LLAMA_LIKE, SMALL, TEXTS, read_96
 
 import harvest
-
-SMALL = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": None, "pad_token_id": None}
-LLAMA_LIKE = {
-    **SMALL,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 
 # A config of each family, and where its model keeps the final norm.
 FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -36,7 +25,13 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
     "gpt_neox": (lambda: transformers.GPTNeoXConfig(**{**LLAMA_LIKE, "num_key_value_heads": None}), "gpt_neox.final_layer_norm"),
     "opt": (
         lambda: transformers.OPTConfig(
-            **SMALL, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=128
+            **SMALL,
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=128,
         ),
         "model.decoder.final_layer_norm",
     ),
