@@ -55,6 +55,7 @@ def run(prompts: str, field: str | None, layers: str | None, out: str | None, qu
     from harvest.checks import check
     from harvest.contract import HarvestRequest, parse_layers
     from harvest.input.prompts import read_prompts
+    from harvest.model.sources import find_model
     from harvest.progress import Silent, StderrReporter
     from harvest.settings import Engine
 
@@ -70,6 +71,8 @@ def run(prompts: str, field: str | None, layers: str | None, out: str | None, qu
         reporter.note(f"{read.n_blank} blank lines were left out")
     request = check(HarvestRequest, {"model": "tiny", "prompts": read.texts, **given})
 
+    # A mistyped model is an error before torch is imported, which takes seconds.
+    find_model(request.model)
     _quiet_libraries()
     from harvest.pipeline import run as run_request
 

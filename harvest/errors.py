@@ -14,8 +14,6 @@
 The command shows a HarvestError as one message, without a traceback. Anything else is a bug and keeps its traceback.
 """
 
-EXIT_DONE = 0
-
 
 class HarvestError(Exception):
     """Base of every error that harvest raises on purpose; its text says what was given, what is allowed and what to do."""

@@ -146,6 +146,7 @@ main()
         (["run", "--prompts", "PROMPTS", "--shard-size", "0"], 2),
         (["run", "--prompts", "PROMPTS", "--layers", "x"], 2),
         (["run", "--prompts", "PROMPTS", "--codec", "gzip"], 2),
+        (["run", "--prompts", "PROMPTS", "--model", "lama-8b"], 2),
     ],
 )
 def test_help_and_errors_in_the_command_line_need_neither_torch_nor_transformers_nor_zarr(

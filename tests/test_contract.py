@@ -41,7 +41,10 @@ BAD_FIELDS = [
     ({"model": None}, "model: None was given: input should be a valid string"),
     ({"layers": "All"}, "layers: 'All' was given: input should be a valid list; layers: 'All' was given: input should be 'all'"),
     ({"layers": 3}, "layers: 3 was given: input should be a valid list; layers: 3 was given: input should be 'all'"),
-    ({"layers": [0, "1"]}, "layers: '1' was given: input should be a valid integer; ..."),
+    (
+        {"layers": ["1", 0, "1"]},
+        "layers: '1' was given: input should be a valid integer; layers: ['1', 0, '1'] was given: input should ...",
+    ),
     ({"layers": [1.0]}, "layers: 1.0 was given: input should be a valid integer; ..."),
     ({"layers": [True]}, "layers: True was given: input should be a valid integer; ..."),
     ({"shard_size": 0}, "shard_size: 0 was given: input should be greater than or equal to 1"),
@@ -79,7 +82,7 @@ def test_all_that_is_wrong_is_said_at_once_ten_things_at_most() -> None:
     said = ["prompt 0: '' was given: an empty prompt has nothing to read; leave it out", "batch_size: '8' was given: "]
     assert refusal(HarvestRequest.check, given).startswith("; ".join(said))
     ten = "".join(f"prompt {number}: 5 was given: input should be a valid string; " for number in range(10))
-    assert refusal(HarvestRequest.check, {**BODY, "prompts": [5] * 12}) == ten + "and 2 more"
+    assert refusal(HarvestRequest.check, {**BODY, "prompts": [5] * 11}) == ten + "and 1 more"
     assert refusal(HarvestRequest.check, {**BODY, "prompts": [5] * 10}) == ten.removesuffix("; ")
 
 

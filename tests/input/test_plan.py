@@ -182,10 +182,18 @@ def test_windows_by_hand(case: Case, edges: list[tuple[int, int]]) -> None:
     assert [(window.first, window.end) for window in case.plan().windows] == edges
 
 
-def test_batches_by_hand() -> None:
-    """Prompts 1 and 3 share a pass: 12 tokens of padding are less than the 1,024 / 64 of one more pass, and 56 are more."""
-    plan = Case([100, 40, 101, 28, 2000], 5, 1, 1 << 30, 1024).plan()
-    assert list(plan.batches(plan.windows[0])) == [[4], [2, 0], [1, 3]]
+@pytest.mark.parametrize(
+    ("lengths", "batches"),
+    [
+        pytest.param([100, 40, 101, 28, 2000], [[4], [2, 0], [1, 3]], id="12 tokens of padding are less than a pass, 61 are more"),
+        pytest.param([24, 40], [[1, 0]], id="where both cost the same, one pass"),
+        pytest.param([23, 40], [[1], [0]], id="17 tokens of padding are more than a pass"),
+    ],
+)
+def test_batches_by_hand(lengths: list[int], batches: list[list[int]]) -> None:
+    """One more pass of 1,024 tokens costs as much as 16 tokens of padding."""
+    plan = Case(lengths, 5, 1, 1 << 30, 1024).plan()
+    assert list(plan.batches(plan.windows[0])) == batches
 
 
 def groupings(prompts: list[int]) -> Iterator[list[list[int]]]:
