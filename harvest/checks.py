@@ -26,6 +26,8 @@ def check(model: type[Document], body: Mapping[str, Any]) -> Document:
 def _explain(entry: Mapping[str, Any], known: Sequence[str]) -> str:
     """One sentence for one of pydantic's findings."""
     location = entry["loc"]
+    if not location:
+        return f"{show(entry['input'])} was given, where an object with {', '.join(known)} was expected"
     name = str(location[0])
     if name == "prompts" and len(location) > 1:
         name = f"prompt {location[1]}"
@@ -36,5 +38,14 @@ def _explain(entry: Mapping[str, Any], known: Sequence[str]) -> str:
     if entry["type"] == "missing":
         return f"{name}: is required and was not given"
     message = str(entry.get("ctx", {}).get("error", entry["msg"]))
-    given = repr(entry["input"])
-    return f"{name}: {given if len(given) <= 80 else given[:77] + '...'} was given: {message[0].lower() + message[1:]}"
+    return f"{name}: {show(entry['input'])} was given: {message[0].lower() + message[1:]}"
+
+
+def show(value: Any) -> str:
+    """A value as a message shows it: on one line, and not for pages."""
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no number of more than 4,300 digits.
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."

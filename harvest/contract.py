@@ -10,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal, Self
 from uuid import UUID
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from harvest.checks import check
+from harvest.checks import check, show
 from harvest.errors import RequestError
 from harvest.settings import Dtype
 
@@ -57,6 +57,21 @@ def _check_model_id(model: str) -> str:
     return model
 
 
+def _check_layers(layers: Any) -> Any:
+    if layers is None or layers == "all":
+        return layers
+    if not isinstance(layers, list):
+        raise ValueError('layers are "all" (in lower case), or a list of decoder block numbers')
+    if not 1 <= len(layers) <= MAX_LAYER_ENTRIES:
+        raise ValueError(f'{len(layers)} entries, where a request takes 1 to {MAX_LAYER_ENTRIES}, or "all"')
+    for place, layer in enumerate(layers):
+        if not isinstance(layer, int) or isinstance(layer, bool):
+            raise ValueError(f"entry {place} is {type(layer).__name__}, where a decoder block's number was expected")
+        if layer < 0:
+            raise ValueError(f"entry {place} is negative; decoder blocks are numbered from 0")
+    return layers
+
+
 Prompt = Annotated[str, AfterValidator(_check_text)]
 
 
@@ -70,7 +85,7 @@ class HarvestRequest(BaseModel):
 
     model: Annotated[str, AfterValidator(_check_model_id)] = Field(description="The model whose residual stream is read.")
     prompts: list[Prompt] = Field(min_length=1, description="The texts, in order. Token ids are not taken.")
-    layers: list[int] | Literal["all"] | None = Field(
+    layers: Annotated[list[int] | Literal["all"] | None, BeforeValidator(_check_layers)] = Field(
         default=None,
         description='Decoder blocks, from 0, in any order, each read once; or "all". Left out: n_layers // 4, // 2 and 3 * n_layers // 4.',
     )
@@ -93,12 +108,10 @@ class HarvestRequest(BaseModel):
             return list(range(n_layers))
         if self.layers is None:
             return sorted({n_layers // 4, n_layers // 2, 3 * n_layers // 4})
-        if not 1 <= len(self.layers) <= MAX_LAYER_ENTRIES:
-            raise RequestError(f'layers: {len(self.layers)} entries were given; a request takes 1 to {MAX_LAYER_ENTRIES}, or "all"')
         for layer in self.layers:
-            if not 0 <= layer < n_layers:
+            if layer >= n_layers:
                 raise RequestError(
-                    f"layers: {layer} was given, but {self.model} has {n_layers} decoder blocks, numbered 0 to {n_layers - 1}"
+                    f"layers: {show(layer)} was given, but {self.model} has {n_layers} decoder blocks, numbered 0 to {n_layers - 1}"
                 )
         return sorted(set(self.layers))
 
@@ -204,15 +217,13 @@ def parse_layers(text: str) -> list[int] | Literal["all"]:
         return "all"
     layers: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part, re.ASCII)
         if match is None:
-            raise RequestError(f'--layers: {text!r} was given; allowed are "all", numbers such as 8,16,24 and ranges such as 0-3')
+            raise RequestError(f'--layers: {show(text)} was given; allowed are "all", numbers such as 8,16,24 and ranges such as 0-3')
         first = int(match[1])
         last = first if match[2] is None else int(match[2])
         if last < first:
             raise RequestError(f"--layers: the range {part.strip()} runs backwards; write {last}-{first}")
-        if len(layers) + last - first >= 1_000_000:
-            raise RequestError(f"--layers: the range {part.strip()} names more layers than any model has")
         layers.extend(range(first, last + 1))
     # A range is a short way to write layers; the API's bound is on what a request holds, where each needs to stand but once.
     return sorted(set(layers))

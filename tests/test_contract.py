@@ -20,8 +20,6 @@ from harvest.settings import Engine
 
 BODY: dict[str, Any] = {"model": "tiny", "prompts": ["a", "b"]}
 KNOWN = "(known: model, prompts, layers, shard_size, batch_size, add_special_tokens)"
-TOO_MANY = "names more layers than any model has"
-NO_LAYERS = 'were given; a request takes 1 to 256, or "all"'
 SCHEMA = json.loads((Path(__file__).parent / "data" / "harvest_job.schema.json").read_text())
 
 # One wrong field of a body, and the error's whole text, or its beginning where it ends in "...".
@@ -39,14 +37,15 @@ BAD_FIELDS = [
     ({"model": " "}, "model: ' ' was given: a model is named by ..."),
     ({"model": "a\0"}, "model: 'a\\x00' was given: a model is named by ..."),
     ({"model": None}, "model: None was given: input should be a valid string"),
-    ({"layers": "All"}, "layers: 'All' was given: input should be a valid list; layers: 'All' was given: input should be 'all'"),
-    ({"layers": 3}, "layers: 3 was given: input should be a valid list; layers: 3 was given: input should be 'all'"),
-    (
-        {"layers": ["1", 0, "1"]},
-        "layers: '1' was given: input should be a valid integer; layers: ['1', 0, '1'] was given: input should ...",
-    ),
-    ({"layers": [1.0]}, "layers: 1.0 was given: input should be a valid integer; ..."),
-    ({"layers": [True]}, "layers: True was given: input should be a valid integer; ..."),
+    ({"layers": "All"}, "layers: 'All' was given: layers are \"all\" (in lower case), or a list of decoder block numbers"),
+    ({"layers": 3}, "layers: 3 was given: layers are ..."),
+    ({"layers": ["1", "1"]}, "layers: ['1', '1'] was given: entry 0 is str, where a decoder block's number was expected"),
+    ({"layers": [1, 1.0]}, "layers: [1, 1.0] was given: entry 1 is float, ..."),
+    ({"layers": [True]}, "layers: [True] was given: entry 0 is bool, ..."),
+    ({"layers": [0, -1]}, "layers: [0, -1] was given: entry 1 is negative; decoder blocks are numbered from 0"),
+    ({"layers": []}, 'layers: [] was given: 0 entries, where a request takes 1 to 256, or "all"'),
+    ({"layers": [0] * 257}, "layers: [0, 0, 0, ..."),
+    ({"shard_size": 10**5000}, "shard_size: a number of thousands of digits was given: ..."),
     ({"shard_size": 0}, "shard_size: 0 was given: input should be greater than or equal to 1"),
     ({"shard_size": 4097}, "shard_size: 4097 was given: input should be less than or equal to 4096"),
     ({"shard_size": "32"}, "shard_size: '32' was given: input should be a valid integer"),
@@ -70,7 +69,7 @@ def refusal(function: Callable[..., Any], *given: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("field", "message"), BAD_FIELDS, ids=[ascii(field) for field, _ in BAD_FIELDS])
+@pytest.mark.parametrize(("field", "message"), BAD_FIELDS, ids=[message[:60] for _, message in BAD_FIELDS])
 def test_a_bad_field_is_named_with_what_was_given_and_what_is_allowed(field: dict[str, Any], message: str) -> None:
     said = refusal(HarvestRequest.check, {**BODY, **field})
     assert said.startswith(message[:-3]) if message.endswith("...") else said == message
@@ -133,18 +132,15 @@ def test_layers_are_resolved_ascending_and_each_once(layers: Any, n_layers: int,
     assert HarvestRequest.check({**BODY, "layers": layers}).resolve_layers(n_layers) == resolved
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([], f"layers: 0 entries {NO_LAYERS}"),
-        ([0] * 257, f"layers: 257 entries {NO_LAYERS}"),
-        ([1, 4, 5], "layers: 4 was given, but tiny has 4 decoder blocks, numbered 0 to 3"),
-        ([0, -1], "layers: -1 was given, but tiny has 4 decoder blocks, numbered 0 to 3"),
-    ],
-    ids=["none", "257", "4", "-1"],
-)
-def test_layers_that_a_model_lacks_are_refused(layers: list[int], message: str) -> None:
+@pytest.mark.parametrize(("layers", "given"), [([1, 4, 5], "4"), ([10**5000], "a number of thousands of digits")], ids=["4", "10**5000"])
+def test_layers_that_a_model_lacks_are_refused(layers: list[int], given: str) -> None:
+    message = f"layers: {given} was given, but tiny has 4 decoder blocks, numbered 0 to 3"
     assert refusal(HarvestRequest.check({**BODY, "layers": layers}).resolve_layers, 4) == message
+
+
+@pytest.mark.parametrize("body", [[1], "text", None, 3])
+def test_a_body_that_is_no_object_is_refused(body: Any) -> None:
+    assert refusal(HarvestRequest.check, body).startswith(f"{body!r} was given, where an object with model, prompts, ")
 
 
 @pytest.mark.parametrize(
@@ -159,23 +155,15 @@ def test_layers_of_a_command(text: str, layers: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "All", " all", "all,3", "1,", ",1", "1,,2", "-1", "1-", "1-2-3", "1.5", "+1", "0x3", "1 2", "٣", "²"]
+    "text",
+    ["", " ", "All", " all", "all,3", "1,", ",1", "1,,2", "-1", "1-", "1-2-3", "1.5", "+1", "0x3", "1 2", "٣", "²", "1000000", "0-1000000"],
 )
 def test_a_command_s_layers_that_are_no_numbers_are_refused(text: str) -> None:
     assert refusal(parse_layers, text) == f'--layers: {text!r} was given; allowed are "all", numbers such as 8,16,24 and ranges such as 0-3'
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1, 5-2", "--layers: the range 5-2 runs backwards; write 2-5"),
-        ("0-1000000", f"--layers: the range 0-1000000 {TOO_MANY}"),
-        ("0-600000,0-600000", f"--layers: the range 0-600000 {TOO_MANY}"),
-        ("0-99999999999999999999", f"--layers: the range 0-99999999999999999999 {TOO_MANY}"),
-    ],
-)
-def test_a_command_s_layers_in_an_impossible_range_are_refused(text: str, message: str) -> None:
-    assert refusal(parse_layers, text) == message
+def test_a_command_s_layers_that_run_backwards_are_refused() -> None:
+    assert refusal(parse_layers, "1, 5-2") == "--layers: the range 5-2 runs backwards; write 2-5"
 
 
 NOON = datetime(2026, 11, 3, 12, 0, 0, 123456, UTC)

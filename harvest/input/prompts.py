@@ -1,5 +1,6 @@
 """Prompts from a file: .jsonl, .json or .txt, each also .gz, or jsonl on standard input."""
 
+import codecs
 import gzip
 import io
 import json
@@ -26,15 +27,15 @@ class Prompts:
     n_blank: int = 0
 
 
-def read_prompts(source: str, field: str | None = None) -> Prompts:
+def read_prompts(source: str | Path, field: str | None = None) -> Prompts:
     """Read the prompts of a file, or of standard input for `-`.
 
     `field` names the key that holds the text where a prompt is an object; by default that is `prompt` or `text`.
     Raises PromptsError with the file, the line and what was expected there.
     """
     kind = ".jsonl" if source == STDIN else _format(Path(source))
-    name = "standard input" if source == STDIN else source
-    with _reading(source) as file:
+    name = "standard input" if source == STDIN else str(source)
+    with _reading(source, name) as file:
         if kind == ".json":
             texts, n_blank = _read_json(file, name, field), 0
         else:
@@ -54,24 +55,26 @@ def _format(path: Path) -> str:
 
 
 @contextmanager
-def _reading(source: str) -> Iterator[BinaryIO]:
+def _reading(source: str | Path, name: str) -> Iterator[BinaryIO]:
     """The bytes of a prompts file; whatever goes wrong while they are read is a PromptsError."""
-    if source == STDIN:
-        yield sys.stdin.buffer
-        return
     try:
+        if source == STDIN:
+            if sys.stdin is None:
+                raise PromptsError("standard input is closed; give the prompts as a file, or pipe them in")
+            yield sys.stdin.buffer
+            return
         with open(source, "rb") as raw:
-            if source.lower().endswith(".gz"):
+            if name.lower().endswith(".gz"):
                 with gzip.open(raw) as file:
                     yield io.BufferedReader(file)
             else:
                 yield raw
     except FileNotFoundError:
-        raise PromptsError(f"{source}: no such prompts file") from None
+        raise PromptsError(f"{name}: no such prompts file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise PromptsError(f"{source}: is not a whole gzip file ({error})") from None
+        raise PromptsError(f"{name}: is not a whole gzip file ({error})") from None
     except OSError as error:
-        raise PromptsError(f"{source}: cannot be read ({error.strerror or error})") from None
+        raise PromptsError(f"{name}: cannot be read ({error.strerror or error})") from None
 
 
 def _read_lines(file: BinaryIO, name: str, field: str | None, is_json: bool) -> tuple[list[str], int]:
@@ -84,47 +87,56 @@ def _read_lines(file: BinaryIO, name: str, field: str | None, is_json: bool) -> 
             n_blank += 1
         elif is_json:
             where = f"{name}, line {number}"
-            texts.append(_text(_parse(line, where), where, field))
+            texts.append(_text(_parse(line, where, "a string or an object"), where, field))
         else:
             texts.append(line)
     return texts, n_blank
 
 
 def _read_json(file: BinaryIO, name: str, field: str | None) -> list[str]:
-    entries = _parse(_decode(file.read(), name, is_first=True), name)
+    expected = "a list of strings or objects"
+    entries = _parse(_decode(file.read(), name, is_first=True), name, expected)
     if not isinstance(entries, list):
-        raise PromptsError(f"{name}: expected a list of strings or objects, found {_kind(entries)}")
+        raise PromptsError(f"{name}: expected {expected}, found {_kind(entries)}")
     return [_text(entry, f"{name}, entry {index}", field) for index, entry in enumerate(entries)]
 
 
 def _decode(raw: bytes, where: str, is_first: bool) -> str:
+    # Some editors put a byte order mark before a file's first character.
+    begin = len(codecs.BOM_UTF8) if is_first and raw.startswith(codecs.BOM_UTF8) else 0
     try:
-        return raw.decode("utf-8-sig" if is_first else "utf-8")
+        return raw[begin:].decode()
     except UnicodeDecodeError as error:
-        raise PromptsError(f"{where}: is not UTF-8 text (byte {raw[error.start]:#04x} at byte {error.start})") from None
+        at = begin + error.start
+        raise PromptsError(f"{where}: is not UTF-8 text (byte {raw[at]:#04x} at byte {at})") from None
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(text: str, where: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise PromptsError(f"{where}: is not JSON ({error.msg} at {at}); expected a string or an object") from None
+        reason = f"{error.msg} at {at}"
     except RecursionError:
-        raise PromptsError(f"{where}: is nested too deeply; expected a string or an object") from None
+        reason = "it is nested too deeply"
+    except ValueError as error:
+        # Python reads no number of more than 4,300 digits.
+        reason = str(error)
+    raise PromptsError(f"{where}: is not JSON that can be read ({reason}); expected {expected}")
 
 
 def _text(entry: Any, where: str, field: str | None) -> str:
     """The text of one entry: itself where it is a string, else the named field."""
     if isinstance(entry, str):
         return entry
-    expected = f"a string, or an object with {' or '.join(repr(name) for name in ([field] if field else DEFAULT_FIELDS))}"
+    fields = DEFAULT_FIELDS if field is None else (field,)
+    expected = f"a string, or an object with {' or '.join(map(repr, fields))}"
     if not isinstance(entry, dict):
         raise PromptsError(f"{where}: expected {expected}, found {_kind(entry)}")
-    present = [name for name in ([field] if field else DEFAULT_FIELDS) if name in entry]
+    present = [name for name in fields if name in entry]
     if not present:
-        keys = ", ".join(repr(key) for key in list(entry)[:8]) or "no keys at all"
-        raise PromptsError(f"{where}: expected {expected}, found the keys {keys}; --field names another")
+        keys = f"the keys {', '.join(map(repr, list(entry)[:8]))}" if entry else "an object without keys"
+        raise PromptsError(f"{where}: expected {expected}, found {keys}; --field names another")
     if len(present) > 1:
         raise PromptsError(f"{where}: has both 'prompt' and 'text'; --field says which to read")
     text = entry[present[0]]

@@ -1,6 +1,7 @@
 """The plan of a run: what must hold for any lengths and settings, and that its batches cost the least there is."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -43,12 +44,14 @@ def random_case(seed: int) -> Case:
     return Case(lengths.tolist(), shard_size, token_bytes, window_bytes, batch_tokens)
 
 
-CASES = [random_case(seed) for seed in range(300)]
-PLANS = [(case, case.plan()) for case in CASES]
+@cache
+def plans() -> list[tuple[Case, Plan]]:
+    cases = [random_case(seed) for seed in range(300)]
+    return [(case, case.plan()) for case in cases]
 
 
 def windows() -> Iterator[tuple[Case, Plan, Window]]:
-    return ((case, plan, window) for case, plan in PLANS for window in plan.windows)
+    return ((case, plan, window) for case, plan in plans() for window in plan.windows)
 
 
 def n_prompts(part: Shard | Piece | Window) -> int:
@@ -69,16 +72,16 @@ def test_the_random_cases_hold_all_kinds_of_windows_and_batches() -> None:
         "several shards in a window": sum(len(window.pieces) > 1 for _, _, window in windows()),
         "several windows for a shard": sum(is_part(window.pieces[0]) for _, _, window in windows()),
         "one prompt over a window": sum(window.n_tokens > case.window_tokens for case, _, window in windows()),
-        "windows ended by 64 full batches": sum(64 * case.batch_tokens < case.window_bytes // 2 // case.token_bytes for case in CASES),
-        "a prompt over a batch": sum(max(case.lengths) > case.batch_tokens for case in CASES),
+        "windows ended by 64 full batches": sum(64 * case.batch_tokens < case.window_bytes // 2 // case.token_bytes for case, _ in plans()),
+        "a prompt over a batch": sum(max(case.lengths) > case.batch_tokens for case, _ in plans()),
         "several batches in a window": sum(len(list(plan.batches(window))) > 1 for _, plan, window in windows()),
-        "a last shard that is not full": sum(n_prompts(plan.shards[-1]) < case.shard_size < len(case.lengths) for case, plan in PLANS),
+        "a last shard that is not full": sum(n_prompts(plan.shards[-1]) < case.shard_size < len(case.lengths) for case, plan in plans()),
     }
     assert min(found.values()) >= 20, found
 
 
 def test_shards_are_shard_size_prompts_each_in_order() -> None:
-    for case, plan in PLANS:
+    for case, plan in plans():
         n = len(case.lengths)
         edges = [(first, min(first + case.shard_size, n)) for first in range(0, n, case.shard_size)]
         assert [(shard.first, shard.end) for shard in plan.shards] == edges, case
@@ -87,7 +90,7 @@ def test_shards_are_shard_size_prompts_each_in_order() -> None:
 
 
 def test_windows_follow_each_other_over_all_prompts() -> None:
-    for case, plan in PLANS:
+    for case, plan in plans():
         assert [window.index for window in plan.windows] == list(range(len(plan.windows))), case
         edges = [0, *(window.end for window in plan.windows)]
         assert [window.first for window in plan.windows] == edges[:-1], case
@@ -96,7 +99,7 @@ def test_windows_follow_each_other_over_all_prompts() -> None:
 
 
 def test_the_pieces_of_a_shard_follow_each_other_over_all_its_prompts() -> None:
-    for case, plan in PLANS:
+    for case, plan in plans():
         pieces = [piece for window in plan.windows for piece in window.pieces]
         for shard in plan.shards:
             own = [piece for piece in pieces if piece.shard == shard]
@@ -127,7 +130,7 @@ def test_a_window_keeps_to_half_the_bytes_and_64_full_batches_unless_it_is_one_p
 
 
 def test_a_window_takes_all_that_fits() -> None:
-    for case, plan in PLANS:
+    for case, plan in plans():
         for window, after in zip(plan.windows, plan.windows[1:], strict=False):
             piece = window.pieces[-1]
             if not piece.is_last:
@@ -155,7 +158,7 @@ def test_the_longest_come_first_and_equals_in_order() -> None:
 
 
 def test_a_plan_depends_on_nothing_but_what_it_is_made_from() -> None:
-    for case, plan in PLANS[:100]:
+    for case, plan in plans()[:100]:
         again = case.plan()
         assert (again.shards, again.windows) == (plan.shards, plan.windows), case
         # As a resumed run asks: the last window first, and without those before it.

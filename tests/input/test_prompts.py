@@ -42,14 +42,16 @@ BROKEN = {
     "no lines": ("p.txt", b"", "", "holds no prompts"),
     "only blank lines": ("p.jsonl", b"\n \n\r\n", "", "holds no prompts"),
     "json without entries": ("p.json", b"[]", "", "holds no prompts"),
-    "json empty": ("p.json", b"", "", "is not JSON (Expecting value at column 1)"),
-    "json cut short": ("p.json", b'["a",\n"b"', "", "is not JSON (Expecting ',' delimiter at line 2, column 4)"),
+    "json empty": ("p.json", b"", "", "is not JSON that can be read (Expecting value at column 1)"),
+    "json cut short": ("p.json", b'["a",\n"b"', "", "is not JSON that can be read (Expecting ',' delimiter at line 2, column 4)"),
     "json that is an object": ("p.json", b'{"prompts": ["a"]}', "", "expected a list of strings or objects, found an object"),
     "json that is a string": ("p.json", b'"a"', "", "expected a list of strings or objects, found a string"),
     "json in the name of jsonl": ("p.jsonl", b'["a",\n"b"]', ", line 1", "is not JSON"),
     "json nested too deeply": ("p.json", b"[" * 200_000, "", "is nested too deeply"),
     "json entry": ("p.json", b'["a", 3]', ", entry 1", "expected a string, or an object with 'prompt' or 'text', found a number"),
-    "jsonl bad JSON": ("p.jsonl", b'"a"\n\n{"text": }\n', ", line 3", "is not JSON (Expecting value at column 10)"),
+    "jsonl bad JSON": ("p.jsonl", b'"a"\n\n{"text": }\n', ", line 3", "is not JSON that can be read (Expecting value at column 10)"),
+    "jsonl endless number": ("p.jsonl", b"1" * 5000, ", line 1", "is not JSON that can be read (Exceeds the limit"),
+    "txt BOM and bad UTF-8": ("p.txt", b"\xef\xbb\xbfa\xff", ", line 1", "is not UTF-8 text (byte 0xff at byte 4)"),
     "jsonl raw text": ("p.jsonl", b"hello\n", ", line 1", "is not JSON"),
     "jsonl nested too deeply": ("p.jsonl", b'"a"\n' + b"[" * 200_000, ", line 2", "is nested too deeply"),
     "jsonl null": ("p.jsonl", b"null\n", ", line 1", "expected a string, or an object with 'prompt' or 'text', found null"),
@@ -60,7 +62,7 @@ BROKEN = {
     "jsonl list in the field": ("p.jsonl", b'{"prompt": ["a"]}\n', ", line 1", "'prompt' should hold a string, found a list"),
     "jsonl null in the field": ("p.jsonl", b'{"text": null}\n', ", line 1", "'text' should hold a string, found null"),
     "jsonl missing field": ("p.jsonl", b'"a"\n{"q": "a", "r": 1}\n', ", line 2", "found the keys 'q', 'r'; --field names another"),
-    "jsonl no keys": ("p.jsonl", b"{}\n", ", line 1", "found the keys no keys at all"),
+    "jsonl no keys": ("p.jsonl", b"{}\n", ", line 1", "found an object without keys"),
     "jsonl both fields": ("p.jsonl", b'{"prompt": "a", "text": "b"}\n', ", line 1", "has both 'prompt' and 'text'; --field says which"),
     "jsonl bad UTF-8": ("p.jsonl", b'"a"\n"b\xff"\n', ", line 2", "is not UTF-8 text (byte 0xff at byte 2)"),
     "txt bad UTF-8": ("p.txt", b"a\n\nb \xe9 c\n", ", line 3", "is not UTF-8 text (byte 0xe9 at byte 2)"),
@@ -181,7 +183,7 @@ def test_standard_input_of_a_process() -> None:
     ("given", "message"),
     [
         (b"", "standard input: holds no prompts; expected at least one"),
-        (b'"a"\nb\n', "standard input, line 2: is not JSON (Expecting value at column 1); expected a string or an object"),
+        (b'"a"\nb\n', "standard input, line 2: is not JSON that can be read (Expecting value at column 1); expected a string or an object"),
         (b'"a\xff"\n', "standard input, line 1: is not UTF-8 text (byte 0xff at byte 2)"),
         (MEMBER, "standard input, line 1: is not UTF-8 text (byte 0x8b at byte 1)"),
     ],
@@ -190,3 +192,9 @@ def test_standard_input_of_a_process() -> None:
 def test_broken_standard_input(monkeypatch: pytest.MonkeyPatch, given: bytes, message: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
     assert fail("-") == message
+
+
+def test_closed_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(PromptsError, match="standard input is closed"):
+        read_prompts("-")
