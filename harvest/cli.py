@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
-from harvest.errors import HarvestError
+from harvest.errors import CancelledError, HarvestError
 
 
 class _Group(click.Group):
@@ -20,6 +20,10 @@ class _Group(click.Group):
         except HarvestError as error:
             click.echo(f"harvest: error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            # Before a run has begun there is nothing to finish.
+            click.echo("harvest: stopped; nothing was begun", err=True)
+            ctx.exit(CancelledError.exit_code)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -4,7 +4,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -12,6 +12,7 @@ import transformers
 from harvest.errors import ModelError
 from harvest.model import tiny
 from harvest.model.sources import Source
+from harvest.settings import Dtype
 
 # Files up to this size go into a folder's revision whole; of larger ones, the weights, only the size and both ends.
 _WHOLE_FILE_BYTES = 1 << 20
@@ -24,7 +25,7 @@ class Description:
     repository: the Hugging Face id, the folder, or "tiny".
     revision: the Hub's commit, or a digest of the folder's files.
     context_length: tokens, or None where the architecture has no limit.
-    dtype: the dtype that the weights are stored in.
+    dtype: the type to compute in by default: that of the weights, or bfloat16 where they are in none of the three types.
     """
 
     source: Source
@@ -111,7 +112,9 @@ def _from_pretrained(auto_class: Any, source: Source, **kwargs: Any) -> Any:
 
 
 def _dtype_name(dtype: Any) -> str:
-    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
+    """A config's dtype by name. Configs of quantised weights name types that nothing computes in."""
+    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+    return name if name in get_args(Dtype) else "bfloat16"
 
 
 def folder_revision(folder: Path, gguf_file: str | None = None) -> str:

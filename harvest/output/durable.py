@@ -53,27 +53,25 @@ def is_temporary(path: Path) -> bool:
     return _TEMPORARY in path.name
 
 
-def open_new(path: Path) -> BinaryIO:
+def open_new(temporary: Path) -> BinaryIO:
     """Open a new file to be published later."""
-    with storing(path):
-        return open(path, "xb", buffering=_BUFFER_BYTES)
+    return open(temporary, "xb", buffering=_BUFFER_BYTES)
 
 
 def publish(file: BinaryIO, temporary: Path, final: Path) -> None:
     """Flush a written file to the disk, close it, and give it its final name."""
-    with storing(final):
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-        os.replace(temporary, final)
-        _sync_folder(final.parent)
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+    os.replace(temporary, final)
+    _sync_folder(final.parent)
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write or replace a small file in one step."""
     temporary = temporary_name(path)
     try:
-        with open_new(temporary) as file, storing(path):
+        with storing(path), open_new(temporary) as file:
             file.write(data)
             publish(file, temporary, path)
     except BaseException:

@@ -61,7 +61,8 @@ class ShardFile:
         self._sum_sq_LW = np.zeros((n_layers, layout.width))
         self._norm_sum_L = np.zeros(n_layers)
         self._temporary = durable.temporary_name(path)
-        self._file = durable.open_new(self._temporary)
+        with durable.storing(path):
+            self._file = durable.open_new(self._temporary)
         self._archive = Archive(self._file)
         try:
             with durable.storing(path):
@@ -98,7 +99,7 @@ class ShardFile:
             for name, values in (("token_sum", self._sum_LW), ("token_sum_sq", self._sum_sq_LW), ("token_norm_sum", self._norm_sum_L)):
                 self._archive.add(*self._layout.small_entry(name, values))
             self._archive.close()
-        durable.publish(self._file, self._temporary, self._path)
+            durable.publish(self._file, self._temporary, self._path)
 
     def abandon(self) -> None:
         """Close and remove an unfinished file."""

@@ -1,0 +1,70 @@
+"""What a run says on stderr: a bar on a terminal, lines elsewhere."""
+
+import io
+import re
+
+import pytest
+
+from harvest import progress
+from harvest.progress import StderrReporter
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def work(reporter: StderrReporter) -> None:
+    reporter.note("first note")
+    reporter.begin(1000, 200)
+    for _ in range(4):
+        reporter.advance(200)
+        reporter.wrote(3_000_000)
+    reporter.note("second note")
+    reporter.end()
+
+
+def test_a_log_file_gets_one_line_at_the_end_of_a_short_run() -> None:
+    stream = io.StringIO()
+    work(StderrReporter(stream))
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["harvest: first note", "harvest: second note"]
+    assert re.fullmatch(r"harvest: 1,000 of 1,000 tokens, [\d,]+ tokens/s, 12 MB written", lines[2])
+
+
+def test_a_log_file_gets_a_line_now_and_then_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, *[40.0] * 3, 45.0, *[80.0] * 3, *[90.0] * 9])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    reporter = StderrReporter(stream)
+    reporter.begin(10_000, 0)
+    reporter.advance(1000)
+    reporter.advance(100)
+    reporter.advance(900)
+    assert stream.getvalue().splitlines() == [
+        "harvest: 1,000 of 10,000 tokens, 25 tokens/s, 0 B written, 6 min 00 s left",
+        "harvest: 2,000 of 10,000 tokens, 25 tokens/s, 0 B written, 5 min 20 s left",
+    ]
+
+
+def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
+    stream = Terminal()
+    work(StderrReporter(stream))
+    shown = stream.getvalue()
+    assert "harvest: second note" in shown
+    assert "100%" in shown
+    assert "1.00k/1.00k" in shown
+    assert "12 MB" in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59, "59 s"), (60, "1 min 00 s"), (3599, "59 min 59 s"), (3600, "1 h 00 min"), (90_000, "25 h 00 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert progress._duration(seconds) == text
+
+
+@pytest.mark.parametrize(("n_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (12_345_678, "12.3 MB"), (5e14, "500 TB")])
+def test_sizes(n_bytes: float, text: str) -> None:
+    assert progress._size(n_bytes) == text
