@@ -3,6 +3,7 @@
 Shapes: L layers, T tokens, W values a token.
 """
 
+import contextlib
 import zipfile
 import zlib
 from collections import deque
@@ -102,9 +103,11 @@ class ShardFile:
             durable.publish(self._file, self._temporary, self._path)
 
     def abandon(self) -> None:
-        """Close and remove an unfinished file."""
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        """Close and remove an unfinished file. Raises nothing: it is called after an error, which must not be hidden by another."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._temporary.unlink(missing_ok=True)
 
     def _write_head(self, token_ids: npt.NDArray[np.int32], first_prompt: int) -> None:
         n_prompts = len(self._offsets) - 1
