@@ -15,13 +15,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harvest.contract import HarvestJob, HarvestRequest, Manifest
+    from harvest.contract import HarvestJob, Manifest
     from harvest.errors import HarvestError
     from harvest.input.prompts import read_prompts
     from harvest.pipeline import run
     from harvest.reading.run import Run
     from harvest.reading.run import open_run as open
     from harvest.reading.shard import Shard, open_shard
+    from harvest.request import HarvestRequest
     from harvest.settings import Engine
 
 # Where each public name lives. They are imported when first used: the command answers --help without torch.
@@ -29,7 +30,7 @@ _PUBLIC = {
     "Engine": ("harvest.settings", "Engine"),
     "HarvestError": ("harvest.errors", "HarvestError"),
     "HarvestJob": ("harvest.contract", "HarvestJob"),
-    "HarvestRequest": ("harvest.contract", "HarvestRequest"),
+    "HarvestRequest": ("harvest.request", "HarvestRequest"),
     "Manifest": ("harvest.contract", "Manifest"),
     "Run": ("harvest.reading.run", "Run"),
     "Shard": ("harvest.reading.shard", "Shard"),

@@ -11,10 +11,13 @@ from harvest.errors import RequestError
 Document = TypeVar("Document", bound=pydantic.BaseModel)
 
 
-def check(model: type[Document], body: Mapping[str, Any]) -> Document:
-    """A document of the given model, or a RequestError with one sentence for each thing that is wrong (ten at most)."""
+def check(model: type[Document], body: Mapping[str, Any], **context: Any) -> Document:
+    """A document of the given model, or a RequestError with one sentence for each thing that is wrong (ten at most).
+
+    `context` goes to the model's validators.
+    """
     try:
-        return model.model_validate(body)
+        return model.model_validate(body, context=context)
     except pydantic.ValidationError as error:
         messages = [_explain(entry, list(model.model_fields)) for entry in error.errors(include_url=False)]
     shown = list(dict.fromkeys(messages))
@@ -26,6 +29,8 @@ def check(model: type[Document], body: Mapping[str, Any]) -> Document:
 def _explain(entry: Mapping[str, Any], known: Sequence[str]) -> str:
     """One sentence for one of pydantic's findings."""
     location = entry["loc"]
+    if not location and "error" in entry.get("ctx", {}):
+        return str(entry["ctx"]["error"])
     if not location:
         return f"{show(entry['input'])} was given, where an object with {', '.join(known)} was expected"
     name = str(location[0])
@@ -34,6 +39,7 @@ def _explain(entry: Mapping[str, Any], known: Sequence[str]) -> str:
     if entry["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
+        name = ".".join(map(str, location))
         return f"{name}: no such field{hint} (known: {', '.join(known)})"
     if entry["type"] == "missing":
         return f"{name}: is required and was not given"

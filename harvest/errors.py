@@ -8,8 +8,11 @@
     ├── StreamError              1   the model did not hand out the stream as expected
     │   └── ValueRangeError      1   a value that the stored type cannot hold
     ├── StorageError             1   a file could not be written
+    ├── DownloadError            1   a file could not be fetched by its link
+    ├── CompareError             2   two runs that cannot be compared
     └── NotARunError             1   what was opened is no run, no shard, or not whole
-    CancelledError             130   stopped by Ctrl-C
+    CancelledError             130   stopped by Ctrl-C or `harvest cancel`
+    └── TerminatedError        143   stopped by SIGTERM
 
 The command shows a HarvestError as one message, without a traceback. Anything else is a bug and keeps its traceback.
 """
@@ -51,11 +54,27 @@ class StorageError(HarvestError):
     """A file of the run could not be written. What was published before stays."""
 
 
+class DownloadError(HarvestError):
+    """A file of a job could not be fetched by its link. What was fetched before stays."""
+
+
+class CompareError(HarvestError):
+    """Two runs cannot be compared: one cannot be read, or they have no prompts, contents or layers in common."""
+
+    exit_code = 2
+
+
 class NotARunError(HarvestError):
     """What was opened is no run of harvest, no shard, or not whole."""
 
 
 class CancelledError(HarvestError):
-    """The run was stopped by Ctrl-C; its published shards stay."""
+    """The run was stopped by Ctrl-C or by `harvest cancel`; its published shards stay."""
 
     exit_code = 130
+
+
+class TerminatedError(CancelledError):
+    """The run was stopped by SIGTERM, as schedulers send it; its published shards stay."""
+
+    exit_code = 143

@@ -7,21 +7,25 @@ from pathlib import Path
 
 import torch
 
-from harvest.contract import HarvestJob, HarvestRequest, HarvestResult
-from harvest.errors import CancelledError, FolderError, HarvestError
+from harvest.contract import HarvestJob, HarvestResult
+from harvest.errors import CancelledError, FolderError, HarvestError, StorageError
 from harvest.model.capture import Capture
 from harvest.model.load import load_decoder
+from harvest.model.soundness import check_stream
 from harvest.model.transfer import Transfer
 from harvest.output import durable
 from harvest.output.folder import Record, RunFolder
 from harvest.output.job import JobFile, make_links, read_job, round_timings, with_fresh_links
 from harvest.output.manifest import make_manifest, shard_entries, versions
+from harvest.output.presence import Presence, read_process
 from harvest.output.shard import read_sums
 from harvest.output.stats import RunStats, combine
 from harvest.output.writers import WindowBuffers, Writers
 from harvest.prepare import Prepared, prepare
 from harvest.progress import Reporter, Silent
+from harvest.request import HarvestRequest
 from harvest.settings import Engine
+from harvest.stop import GOES_ON, StopFlag
 from harvest.window import read_window
 
 
@@ -35,75 +39,104 @@ class _Clock:
 
 
 def run(
-    request: HarvestRequest, out: str | Path | None = None, engine: Engine | None = None, reporter: Reporter | None = None
+    request: HarvestRequest,
+    out: str | Path | None = None,
+    engine: Engine | None = None,
+    reporter: Reporter | None = None,
+    stop: StopFlag | None = None,
+    root: str | Path = "runs",
 ) -> HarvestJob:
     """Read the residual stream of a request's prompts and write it to a run folder; answers the job, done.
 
-    out: the run folder; by default `runs/MODEL-DIGEST`, where the digest tells requests apart.
+    out: the run folder; by default MODEL-DIGEST below `root`, where the digest tells requests apart.
+    stop: looked at between batches; a stop that is asked for ends the run with its error.
     The same request on an unfinished folder finishes it, and on a finished one answers what is there.
 
-    Raises RequestError before anything is computed, and another HarvestError where the run fails: the job in the folder then says
-    `failed`, and what was published stays. KeyboardInterrupt becomes CancelledError.
+    Raises RequestError before anything is computed, CancelledError where the run was stopped, and another HarvestError where it fails:
+    the job in the folder then says `cancelled` or `failed`, and what was published stays. KeyboardInterrupt becomes CancelledError.
     """
     reporter = reporter or Silent()
+    stop = stop or StopFlag()
     prepared = prepare(request, engine or Engine(), reporter)
-    folder = RunFolder(Path(out) if out is not None else default_folder(prepared))
+    stop.check()
+    folder = RunFolder(Path(out) if out is not None else default_folder(Path(root), prepared))
     reporter.note(f"run folder: {folder.path}")
-    finished = _claim(folder, prepared)
+    finished = _claim(folder, prepared, reporter)
     if finished is not None:
         reporter.note("this run is finished already; nothing was done")
         return finished
-    job = _begin(folder, prepared)
     try:
-        return with_fresh_links(folder, _carry_out(folder, prepared, job, reporter))
-    except KeyboardInterrupt:
-        job.cancel()
-        raise CancelledError("stopped; the shards that were finished stay, and the same command goes on with the rest") from None
-    except HarvestError as error:
-        job.fail(str(error))
-        raise
-    except Exception as error:
-        job.fail(f"{type(error).__name__}: {error}")
-        raise
+        folder.make()
+    except StorageError as error:
+        raise FolderError(f"out: {error}") from error
+    with Presence(folder, stop):
+        job = _begin(folder, prepared)
+        try:
+            return with_fresh_links(folder, _carry_out(folder, prepared, job, reporter, stop))
+        except KeyboardInterrupt:
+            job.cancel()
+            raise CancelledError(f"stopped at once; {GOES_ON}") from None
+        except CancelledError:
+            job.cancel()
+            reporter.note(f"{folder.n_records()} of {len(prepared.plan.shards)} shards are finished")
+            raise
+        except HarvestError as error:
+            job.fail(str(error))
+            raise
+        except Exception as error:
+            job.fail(f"{type(error).__name__}: {error}")
+            raise
 
 
-def default_folder(prepared: Prepared) -> Path:
-    """`runs/MODEL-DIGEST` below the working folder: the same for the same request, so that running it again goes on with it."""
+def default_folder(root: Path, prepared: Prepared) -> Path:
+    """MODEL-DIGEST below a root folder: the same for the same request, so that running it again goes on with it."""
     name = prepared.request.model.rstrip("/").replace("\\", "/").split("/")[-1].lower() or "model"
-    return Path("runs") / f"{name}-{prepared.digest[:10]}"
+    return root / f"{name}-{prepared.digest[:10]}"
 
 
-def _claim(folder: RunFolder, prepared: Prepared) -> HarvestJob | None:
+def _claim(folder: RunFolder, prepared: Prepared, reporter: Reporter) -> HarvestJob | None:
     """The job of a folder where this request is finished already, else None. Raises FolderError where something else is there."""
     if not folder.path.exists():
         return None
     if not folder.path.is_dir():
         raise FolderError(f"out: {folder.path} is a file; a run needs a folder of its own")
+    process = read_process(folder)
+    if process is not None and process.is_alive:
+        raise FolderError(f"out: {process} is working on {folder.path}; wait for it, stop it with harvest cancel, or name another folder")
     job = read_job(folder)
     if job is None and any(folder.path.iterdir()) and not folder.request.exists():
         raise FolderError(f"out: {folder.path} is not empty and holds no run of harvest; name another folder")
-    held = folder.recorded_fingerprint()
+    held = folder.fingerprint()
+    if folder.copying.exists() or (held is None and folder.manifest.exists()):
+        raise FolderError(f"out: {folder.path} holds the copy of a run, fetched or exported; name another folder")
     if held is not None and held != prepared.fingerprint:
         differences = "; ".join(
             f"{name}: {held.get(name)!r} there, {prepared.fingerprint.get(name)!r} here"
             for name in sorted(held.keys() | prepared.fingerprint.keys())
             if held.get(name) != prepared.fingerprint.get(name)
         )
-        raise FolderError(f"out: {folder.path} holds the run of another request ({differences}); name another folder")
-    if held is not None and job is not None and job.status == "done" and folder.manifest.exists():
-        return with_fresh_links(folder, job)
-    return None
+        if folder.n_records():
+            raise FolderError(f"out: {folder.path} holds shards of another request ({differences}); name another folder")
+        reporter.note(f"the folder was begun by another request that finished no shard ({differences}); it is this one's now")
+        return None
+    if held is None or job is None or job.status != "done" or not folder.manifest.exists():
+        return None
+    if not all(folder.is_there(shard.index) for shard in prepared.plan.shards):
+        # The manifest says that the run is whole, so it goes before what is missing is made anew.
+        durable.remove(folder.manifest)
+        return None
+    return with_fresh_links(folder, job)
 
 
 def _begin(folder: RunFolder, prepared: Prepared) -> JobFile:
     """Make the folder, write the request as resolved and the pending job; an earlier run of the same request keeps its ids."""
     request = prepared.request.model_copy(update={"layers": prepared.layers})
     body = request.model_dump_json(indent=2).encode()
-    folder.make()
     folder.remove_temporary()
     goes_on = folder.request.exists() and folder.request.read_bytes() == body
     previous = read_job(folder) if goes_on else None
     durable.write_whole(folder.request, body)
+    folder.write_fingerprint(prepared.fingerprint)
     return JobFile.begin(
         folder,
         previous,
@@ -114,7 +147,7 @@ def _begin(folder: RunFolder, prepared: Prepared) -> JobFile:
     )
 
 
-def _carry_out(folder: RunFolder, prepared: Prepared, job: JobFile, reporter: Reporter) -> HarvestJob:
+def _carry_out(folder: RunFolder, prepared: Prepared, job: JobFile, reporter: Reporter, stop: StopFlag) -> HarvestJob:
     """Load the model, run the windows that are not on disk yet, and write the documents."""
     clock = _Clock()
     records = {shard.index: folder.finished(shard.index, prepared.fingerprint) for shard in prepared.plan.shards}
@@ -128,7 +161,10 @@ def _carry_out(folder: RunFolder, prepared: Prepared, job: JobFile, reporter: Re
             prepared.description, torch.device(prepared.settings.device), getattr(torch, prepared.settings.compute_dtype)
         )
         clock.load_s = time.monotonic() - started
-        _run_windows(folder, prepared, decoder, done, clock, reporter)
+        stop.check()
+        longest = prepared.plan.lengths.argmax()
+        check_stream(decoder, prepared.description.n_layers, prepared.tokens.of(int(longest)))
+        _run_windows(folder, prepared, decoder, done, clock, reporter, stop)
     stats = _write_stats(folder, prepared)
     published = [folder.published(shard.index) for shard in prepared.plan.shards]
     _write_manifest(folder, prepared, job.job, stats, published)
@@ -136,7 +172,7 @@ def _carry_out(folder: RunFolder, prepared: Prepared, job: JobFile, reporter: Re
         HarvestResult(
             n_shards=len(published),
             layer_indices=prepared.layers,
-            contents="activations",
+            contents=prepared.layout.contents,
             tokens=len(prepared.tokens.ids),
             bytes_written=sum(record.bytes for record in published) + folder.stats.stat().st_size,
             timings=round_timings(clock.load_s, clock.forward_s, clock.save_s, 0.0),
@@ -147,30 +183,35 @@ def _carry_out(folder: RunFolder, prepared: Prepared, job: JobFile, reporter: Re
 
 
 def _run_windows(
-    folder: RunFolder, prepared: Prepared, decoder: torch.nn.Module, done: set[int], clock: _Clock, reporter: Reporter
+    folder: RunFolder, prepared: Prepared, decoder: torch.nn.Module, done: set[int], clock: _Clock, reporter: Reporter, stop: StopFlag
 ) -> None:
     """Read every window that has a shard to write, and write its shards beside the next window's forward passes."""
     plan, layout, settings = prepared.plan, prepared.layout, prepared.settings
     todo = [window for window in plan.windows if any(piece.shard.index not in done for piece in window.pieces)]
     n_todo = sum(window.n_tokens for window in todo)
     buffers = WindowBuffers(todo, layout, settings.window_bytes)
-    store_dtype = getattr(torch, settings.store_dtype)
     reporter.begin(len(prepared.tokens.ids), len(prepared.tokens.ids) - n_todo)
     try:
         with (
-            Capture(decoder, prepared.layers, prepared.description.n_layers, prepared.description.hidden_size, store_dtype) as capture,
+            _capture(prepared, decoder) as capture,
             Writers(folder, layout, prepared.tokens, prepared.fingerprint, reporter.wrote) as writers,
         ):
             transfer = Transfer(torch.device(settings.device))
             for window in todo:
                 buffer = buffers.acquire(window.n_tokens, writers.check)
                 started = time.monotonic()
-                read_window(window, buffer, prepared, capture, transfer, reporter)
+                read_window(window, buffer, prepared, capture, transfer, reporter, stop)
                 clock.forward_s += time.monotonic() - started
                 writers.submit(window, buffer, done.__contains__)
         clock.save_s = writers.busy_s
     finally:
         reporter.end()
+
+
+def _capture(prepared: Prepared, decoder: torch.nn.Module) -> Capture:
+    description = prepared.description
+    store_dtype = getattr(torch, prepared.settings.store_dtype)
+    return Capture(decoder, prepared.layers, description.n_layers, description.hidden_size, store_dtype, prepared.directions_DH)
 
 
 def _write_stats(folder: RunFolder, prepared: Prepared) -> RunStats:
@@ -209,7 +250,7 @@ def _write_manifest(folder: RunFolder, prepared: Prepared, job: HarvestJob, stat
         mean_norm_L=stats.mean_norm_L.tolist(),
         local=local,
     )
-    durable.write_whole(folder.manifest, manifest.model_dump_json(indent=1).encode())
+    durable.write_whole(folder.manifest, manifest.to_json().encode())
 
 
 def _device_name(device: str) -> str:

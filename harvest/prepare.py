@@ -5,9 +5,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from harvest.contract import HarvestRequest
 from harvest.errors import RequestError
 from harvest.input.plan import Plan, make_plan
 from harvest.input.tokens import Tokens, tokenize
@@ -19,6 +20,7 @@ from harvest.output.codecs import default_codec
 from harvest.output.folder import Fingerprint
 from harvest.output.layout import FORMAT_VERSION, ShardLayout
 from harvest.progress import Reporter
+from harvest.request import HarvestRequest
 from harvest.settings import Dtype, Engine
 
 # Padded tokens of one forward pass by kind of device. Fixed figures, not ones read off the device: the batches, and with them the last
@@ -41,13 +43,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to begin."""
+    """A run that is ready to begin. directions_DH: of length 1, where the run projects."""
 
     request: HarvestRequest
     description: Description
     settings: Settings
     layers: list[int]
     tokens: Tokens
+    directions_DH: npt.NDArray[np.float32] | None
     layout: ShardLayout
     plan: Plan
     fingerprint: Fingerprint
@@ -71,13 +74,18 @@ def prepare(request: HarvestRequest, engine: Engine, reporter: Reporter) -> Prep
     if source.is_tiny:
         reporter.note("tiny has random weights: it shows how harvest works, and its numbers mean nothing")
     layers = request.resolve_layers(description.n_layers)
-    settings = _resolve(engine, device, description)
+    directions_DH = _directions(request, engine, description)
+    settings = _resolve(engine, device, description, projects=directions_DH is not None)
     tokens = _tokenize(request, description, settings, reporter)
     about = {"model": request.model, "repository": description.repository, "revision": description.revision, "layers": layers}
-    layout = ShardLayout(tuple(layers), description.hidden_size, settings.store_dtype, settings.codec, about)
+    if directions_DH is None:
+        layout = ShardLayout("activations", tuple(layers), description.hidden_size, settings.store_dtype, settings.codec, about)
+    else:
+        about["directions"] = f"sha256:{hashlib.sha256(directions_DH.tobytes()).hexdigest()}"
+        layout = ShardLayout("projections", tuple(layers), len(directions_DH), settings.store_dtype, settings.codec, about)
     plan = make_plan(tokens.lengths, request.shard_size, layout.token_bytes, settings.window_bytes, settings.batch_tokens)
     fingerprint = {
-        **request.model_dump(exclude={"prompts", "layers"}),
+        **request.model_dump(exclude={"prompts", "layers", "project_onto"}),
         **about,
         **asdict(settings),
         # Which of several cards computed is no difference; that it was a card is.
@@ -87,10 +95,24 @@ def prepare(request: HarvestRequest, engine: Engine, reporter: Reporter) -> Prep
         "start_token_id": tokens.start_token_id,
         "shard_format": FORMAT_VERSION,
     }
-    return Prepared(request, description, settings, layers, tokens, layout, plan, fingerprint)
+    return Prepared(request, description, settings, layers, tokens, directions_DH, layout, plan, fingerprint)
 
 
-def _resolve(engine: Engine, device: torch.device, description: Description) -> Settings:
+def _directions(request: HarvestRequest, engine: Engine, description: Description) -> npt.NDArray[np.float32] | None:
+    """The directions to project onto, of length 1, float32 [D, H]; None where the stream itself is kept."""
+    if request.project_onto is None:
+        return None
+    width = request.project_onto.shape[1]
+    if width != description.hidden_size:
+        raise RequestError(
+            f"project_onto: directions of {width} values were given, but the hidden size of {request.model} is {description.hidden_size}"
+        )
+    if engine.store_dtype not in ("auto", "float32"):
+        raise RequestError(f"store_dtype: {engine.store_dtype} was given, but projections are stored as float32; leave it out")
+    return request.project_onto.directions()
+
+
+def _resolve(engine: Engine, device: torch.device, description: Description, projects: bool) -> Settings:
     longest = None if description.source.is_tiny else max_context(description.config)
     longest = longest or description.context_length
     if engine.context_length is not None and longest is not None and engine.context_length > longest:
@@ -98,7 +120,8 @@ def _resolve(engine: Engine, device: torch.device, description: Description) -> 
             f"context_length: {engine.context_length} was given, but {description.source.name} has {longest} positions; give 2 to {longest}"
         )
     auto_dtype = "float32" if device.type == "cpu" else description.dtype
-    store_dtype: Dtype = "bfloat16" if engine.store_dtype == "auto" else engine.store_dtype
+    auto_store: Dtype = "float32" if projects else "bfloat16"
+    store_dtype = auto_store if engine.store_dtype == "auto" else engine.store_dtype
     return Settings(
         device=str(device),
         compute_dtype=auto_dtype if engine.compute_dtype == "auto" else engine.compute_dtype,
@@ -119,19 +142,21 @@ def _tokenize(request: HarvestRequest, description: Description, settings: Setti
     max_tokens = settings.context_length - 1 if settings.context_length else None
     tokens = tokenize(request.prompts, description.tokenizer, start, max_tokens, description.vocab_size)
     if tokens.cut:
-        reporter.note(f"{_prompts(tokens.cut)} cut to the first {max_tokens} tokens, the context length less one")
+        reporter.note(f"cut to the first {max_tokens} tokens, the context length less one: {_prompts(tokens.cut)}")
     if tokens.doubled:
         reporter.note(
-            f"warning: {_prompts(tokens.doubled)} already began with the start token, and now have two, so every position is off by one; "
+            "warning: text that already began with the start token now has two, so every position is off by one: "
+            f"{_prompts(tokens.doubled)}; "
             "pass --no-add-special-tokens for text that begins with its own"
         )
     return tokens
 
 
 def _prompts(numbers: Sequence[int]) -> str:
-    """`3 prompts (0, 5, 9)`, the first five named."""
-    named = ", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")
-    return f"{len(numbers)} prompt{'s' if len(numbers) > 1 else ''} ({named})"
+    """`prompt 7`, or `3 prompts (numbers 0, 5, 9)`, the first five named."""
+    if len(numbers) == 1:
+        return f"prompt {numbers[0]}"
+    return f"{len(numbers)} prompts (numbers {', '.join(map(str, numbers[:5]))}{', …' if len(numbers) > 5 else ''})"
 
 
 def _digest(texts: Sequence[str]) -> str:

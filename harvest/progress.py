@@ -39,6 +39,8 @@ class Silent:
 class StderrReporter:
     """A moving bar on a terminal; elsewhere, as in a log file, a line every 30 seconds and one at the end."""
 
+    _UNIT = "tok"
+
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._total = self._first_done = self._done = self._bytes = 0
@@ -59,12 +61,12 @@ class StderrReporter:
         if self._stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=n_tokens, initial=n_done, unit="tok", unit_scale=True, file=self._stream, dynamic_ncols=True)
+            self._bar = tqdm(total=n_tokens, initial=n_done, unit=self._UNIT, unit_scale=True, file=self._stream, dynamic_ncols=True)
 
     def advance(self, n_tokens: int) -> None:
         self._done += n_tokens
         if self._bar is not None:
-            self._bar.set_postfix_str(_size(self._bytes), refresh=False)
+            self._bar.set_postfix_str(_size(self._bytes) if self._bytes else "", refresh=False)
             self._bar.update(n_tokens)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_EVERY_S
@@ -75,7 +77,7 @@ class StderrReporter:
 
     def end(self) -> None:
         if self._bar is not None:
-            self._bar.set_postfix_str(_size(self._bytes))
+            self._bar.set_postfix_str(_size(self._bytes) if self._bytes else "")
             self._bar.close()
             self._bar = None
         elif self._done > self._first_done:
@@ -85,7 +87,26 @@ class StderrReporter:
         elapsed_s = time.monotonic() - self._started
         rate = (self._done - self._first_done) / max(elapsed_s, 1e-9)
         left = "" if self._done >= self._total else f", {_duration((self._total - self._done) / max(rate, 1e-9))} left"
-        self.note(f"{self._done:,} of {self._total:,} tokens, {rate:,.0f} tokens/s, {_size(self._bytes)} written{left}")
+        self.note(self._so_far(rate) + left)
+
+    def _so_far(self, rate: float) -> str:
+        return f"{self._done:,} of {self._total:,} tokens, {rate:,.0f} tokens/s, {_size(self._bytes)} written"
+
+
+class DownloadReporter(StderrReporter):
+    """The same for a download: `begin` and `advance` count bytes."""
+
+    _UNIT = "B"
+
+    def _so_far(self, rate: float) -> str:
+        return f"{_size(self._done)} of {_size(self._total)}, {_size(rate)}/s"
+
+
+class ReadingReporter(StderrReporter):
+    """The same for what only reads: `begin` and `advance` count tokens, and nothing is written."""
+
+    def _so_far(self, rate: float) -> str:
+        return f"{self._done:,} of {self._total:,} tokens, {rate:,.0f} tokens/s"
 
 
 def _size(n_bytes: float) -> str:

@@ -14,13 +14,23 @@ from harvest.output.stats import widen
 from harvest.output.writers import WindowBuffer
 from harvest.prepare import Prepared
 from harvest.progress import Reporter
+from harvest.stop import StopFlag
 
 
-def read_window(window: Window, buffer: WindowBuffer, prepared: Prepared, capture: Capture, transfer: Transfer, reporter: Reporter) -> None:
+def read_window(
+    window: Window,
+    buffer: WindowBuffer,
+    prepared: Prepared,
+    capture: Capture,
+    transfer: Transfer,
+    reporter: Reporter,
+    stop: StopFlag,
+) -> None:
     """Read a window's batches into its buffer, each row at its prompt's place. The copy of a batch runs beside the next one's pass."""
     on_the_way: deque[tuple[list[int], Arrival]] = deque()
     batches = deque(prepared.plan.batches(window))
     while batches or on_the_way:
+        stop.check()
         if batches:
             batch = batches.popleft()
             captured = _read(capture, prepared, batch)

@@ -73,7 +73,7 @@ def test_blank_lines_of_a_text_file_are_left_out_and_counted(tmp_path: Path) -> 
     with gzip.open(tmp_path / "p.txt.gz", "wt") as file:
         file.write("one\n\n  \ntwo\n")
     done = command("run", "--prompts", tmp_path / "p.txt.gz", "--out", tmp_path / "run")
-    assert "2 blank lines were left out" in done.stderr
+    assert "blank lines left out: 2" in done.stderr
     assert harvest.open(tmp_path / "run").manifest.prompts == ["one", "two"]
 
 
@@ -85,11 +85,11 @@ def test_without_out_the_run_goes_below_runs(prompts: Path, tmp_path: Path) -> N
 
 # Arguments, and what the message must say. PROMPTS stands for a good prompts file.
 BAD = [
-    (["run"], "Missing option '--prompts'"),
+    (["run"], "prompts: none were given; name a file with --prompts, or a --config that holds them"),
     (["run", "--prompts", "nowhere.jsonl"], "nowhere.jsonl: no such prompts file"),
     (["run", "--prompts", "prompts.csv"], "ends in .jsonl, .json, .txt"),
     (["run", "--prompts", "bad.jsonl"], "bad.jsonl, line 2: is not JSON"),
-    (["run", "--prompts", "empty.jsonl"], "prompt 1: '' was given: an empty prompt has nothing to read"),
+    (["run", "--prompts", "empty.jsonl"], "empty.jsonl, line 2: '' was given: an empty prompt has nothing to read"),
     (["run", "--prompts", "surrogate.jsonl"], "lone surrogate"),
     (["run", "--prompts", "PROMPTS", "--field", "body"], "line 1: expected a string, or an object with 'body', found the keys 'prompt'"),
     (["run", "--prompts", "PROMPTS", "--layers", "ALL"], "'ALL' was given; allowed are"),
@@ -104,7 +104,7 @@ BAD = [
     (["run", "--prompts", "PROMPTS", "--context-length", "1"], "context_length: 1 was given"),
     (["run", "--prompts", "PROMPTS", "--model", "lama-8b"], "did you mean llama-8b?"),
     (["run", "--prompts", "PROMPTS", "--model", "/no/such/folder"], "there is no file or folder /no/such/folder"),
-    (["run", "--prompts", "PROMPTS", "--model", "smollm2"], "make it with: scripts/get-smollm2"),
+    (["run", "--prompts", "PROMPTS", "--model", "smollm2"], "make it with: python scripts/get-smollm2"),
     (["run", "--prompts", "PROMPTS", "--modle", "tiny"], "No such option '--modle'"),
     (["rum"], "No such command 'rum'"),
 ]
@@ -147,6 +147,10 @@ main()
         (["run", "--prompts", "PROMPTS", "--layers", "x"], 2),
         (["run", "--prompts", "PROMPTS", "--codec", "gzip"], 2),
         (["run", "--prompts", "PROMPTS", "--model", "lama-8b"], 2),
+        (["export", "--help"], 0),
+        (["export", "run1", "out", "--format", "npz"], 2),
+        (["fetch", "--help"], 0),
+        (["fetch", "nowhere.json", "out"], 2),
     ],
 )
 def test_help_and_errors_in_the_command_line_need_neither_torch_nor_transformers_nor_zarr(

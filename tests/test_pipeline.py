@@ -141,7 +141,7 @@ def test_a_prompt_keeps_its_first_context_minus_one_tokens(tmp_path: Path) -> No
     assert run.token_ids(0).tolist() == [256, *b"abcdef"]
     assert run.token_ids(1).tolist() == [256, *b"abcdef"]
     assert run.manifest.local["truncated_prompts"] == [0]
-    assert any("1 prompt (0) cut to the first 7 tokens" in note for note in states.notes)
+    assert any("cut to the first 7 tokens, the context length less one: prompt 0" in note for note in states.notes)
 
 
 def test_text_that_begins_with_the_start_token_is_named(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_text_that_begins_with_the_start_token_is_named(tmp_path: Path) -> None:
     run = harvest.open(tmp_path / "run")
     assert run.token_ids(1).tolist() == [256, 256, *b"two"]
     assert run.manifest.local["prompts_with_two_start_tokens"] == [1]
-    assert any("1 prompt (1) already began with the start token" in note for note in states.notes)
+    assert any("now has two, so every position is off by one: prompt 1;" in note for note in states.notes)
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(None, [1, 2, 3]), ("all", [0, 1, 2, 3]), ([3, 0, 3], [0, 3]), ([2], [2])])
@@ -216,6 +216,25 @@ def test_another_request_on_the_folder_is_an_error_that_names_the_difference(
 ) -> None:
     with pytest.raises(FolderError, match=difference):
         harvest.run(tiny_request(**fields), tiny_run, harvest.Engine(**engine))
+
+
+def test_a_folder_without_a_finished_shard_goes_to_the_next_request_and_that_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CancelledError):
+        harvest.run(tiny_request(), tmp_path / "run", reporter=JobStates(tmp_path / "run", interrupt=True))
+    states = JobStates(tmp_path / "run")
+    harvest.run(tiny_request(shard_size=3), tmp_path / "run", reporter=states)
+    assert any("finished no shard (shard_size: 32 there, 3 here)" in note for note in states.notes)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_a_finished_run_that_lost_a_shard_is_mended_by_the_same_command(damage: str, tiny_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_run, tmp_path / "run")
+    shard = tmp_path / "run" / "shards" / "shard_00001.zarr.zip"
+    whole = shard.read_bytes()
+    shard.unlink() if damage == "missing" else shard.write_bytes(whole[:-1])
+    harvest.run(tiny_request(shard_size=4), tmp_path / "run")
+    assert shard.read_bytes() == whole
+    assert harvest.open(tmp_path / "run").n_shards == 3
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:

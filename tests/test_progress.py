@@ -6,7 +6,7 @@ import re
 import pytest
 
 from harvest import progress
-from harvest.progress import StderrReporter
+from harvest.progress import DownloadReporter, StderrReporter
 
 
 class Terminal(io.StringIO):
@@ -55,6 +55,24 @@ def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
     assert "100%" in shown
     assert "1.00k/1.00k" in shown
     assert "12 MB" in shown
+
+
+def test_a_download_is_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 40.0, 40.0, 40.0, 50.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    reporter = DownloadReporter(stream)
+    reporter.begin(10_000_000, 1_000_000)
+    reporter.advance(4_000_000)
+    # A file that begins anew takes back what had come of it.
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 50.0)
+    reporter.advance(-3_000_000)
+    reporter.advance(8_000_000)
+    reporter.end()
+    assert stream.getvalue().splitlines() == [
+        "harvest: 5 MB of 10 MB, 100 kB/s, 50 s left",
+        "harvest: 10 MB of 10 MB, 180 kB/s",
+    ]
 
 
 @pytest.mark.parametrize(

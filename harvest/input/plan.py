@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 # A window also ends after so many full batches, however few bytes they make. Narrow captures (one layer, or a few directions) would else
-# put a whole run into one window, and a window's shards are published only at its end.
-_WINDOW_BATCHES = 64
+# put a whole run into one window, and a window's shards are published only at its end: what is read in it is lost where the run is stopped.
+_WINDOW_BATCHES = 32
 
 # One more forward pass costs about as much as this share of a full one in padding.
 _BATCH_OVERHEAD = 1 / 64

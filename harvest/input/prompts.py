@@ -128,7 +128,7 @@ def _parse(text: str, where: str, expected: str) -> Any:
 def _text(entry: Any, where: str, field: str | None) -> str:
     """The text of one entry: itself where it is a string, else the named field."""
     if isinstance(entry, str):
-        return entry
+        return _not_empty(entry, where)
     fields = DEFAULT_FIELDS if field is None else (field,)
     expected = f"a string, or an object with {' or '.join(map(repr, fields))}"
     if not isinstance(entry, dict):
@@ -142,6 +142,12 @@ def _text(entry: Any, where: str, field: str | None) -> str:
     text = entry[present[0]]
     if not isinstance(text, str):
         raise PromptsError(f"{where}: {present[0]!r} should hold a string, found {_kind(text)}")
+    return _not_empty(text, where)
+
+
+def _not_empty(text: str, where: str) -> str:
+    if not text:
+        raise PromptsError(f"{where}: '' was given: an empty prompt has nothing to read; leave it out")
     return text
 
 

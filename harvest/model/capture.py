@@ -1,6 +1,7 @@
 """The residual stream after each asked decoder block, read with forward hooks while the model runs.
 
-Shapes: B prompts of a batch, S padded length, T real tokens of the batch end to end, L layers asked for, H hidden size.
+Shapes: B prompts of a batch, S padded length, T real tokens of the batch end to end, L layers asked for, H hidden size, D directions,
+W values kept of each token: H, or D where the stream is projected.
 """
 
 from collections.abc import Sequence
@@ -14,16 +15,19 @@ import torch
 
 from harvest.errors import ModelError, StreamError
 
+# Rows that are widened to float32 at a time for a projection: 128 MiB at a hidden size of 8,192.
+_ROWS_WIDENED = 4096
+
 
 @dataclass(frozen=True)
 class Captured:
     """The stream of one batch, on the model's device.
 
-    rows_LTH: in the stored dtype; real tokens only, prompts end to end in the batch's order.
-    peaks_L: float32, the largest magnitude in each layer before it was stored; NaN or inf where the stream itself held one.
+    rows_LTW: in the stored dtype; real tokens only, prompts end to end in the batch's order.
+    peaks_L: float32, the largest magnitude in each layer before it was stored; NaN or inf where one was computed.
     """
 
-    rows_LTH: torch.Tensor
+    rows_LTW: torch.Tensor
     peaks_L: torch.Tensor
 
 
@@ -45,15 +49,31 @@ def find_blocks(decoder: torch.nn.Module, n_layers: int) -> torch.nn.ModuleList:
     return min(lists, key=lambda entry: entry[0])[1]
 
 
+def stream_of(output: Any) -> Any:
+    """The residual stream in what a block hands out: about twenty families answer a tuple or a list, whose first entry it is."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
 class Capture:
     """A decoder whose asked blocks hand out their output. A context manager: the hooks are removed at its end."""
 
-    def __init__(self, decoder: torch.nn.Module, layers: Sequence[int], n_layers: int, hidden_size: int, store_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        decoder: torch.nn.Module,
+        layers: Sequence[int],
+        n_layers: int,
+        hidden_size: int,
+        store_dtype: torch.dtype,
+        directions_DH: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """Hook the blocks of `layers`, ascending. With directions the stream is projected onto them before it is kept."""
         self._decoder = decoder
         self._layers = list(layers)
         self._hidden_size = hidden_size
         self._store_dtype = store_dtype
         self._device = next(decoder.parameters()).device
+        self._directions_DH = None if directions_DH is None else torch.from_numpy(directions_DH).to(self._device)
+        self._width = hidden_size if directions_DH is None else len(directions_DH)
         blocks = find_blocks(decoder, n_layers)
         self._hooks = [
             blocks[layer].register_forward_hook(self._hook(position, layer), with_kwargs=False)
@@ -62,9 +82,13 @@ class Capture:
         self._pass: _Pass | None = None
 
     def __enter__(self) -> Self:
+        # True float32 in every matrix product, the projection's above all: no TF32 on a GPU, no bfloat16 on a CPU.
+        self._precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        torch.set_float32_matmul_precision(self._precision)
         for hook in self._hooks:
             hook.remove()
 
@@ -79,16 +103,15 @@ class Capture:
         self._pass = _Pass(
             shape=(*ids_BS.shape, self._hidden_size),
             real_T=real_T,
-            rows_LTH=torch.empty(
-                len(self._layers), sum(map(len, prompts)), self._hidden_size, dtype=self._store_dtype, device=self._device
-            ),
+            directions_DH=self._directions_DH,
+            rows_LTW=torch.empty(len(self._layers), sum(map(len, prompts)), self._width, dtype=self._store_dtype, device=self._device),
             peaks_L=torch.empty(len(self._layers), dtype=torch.float32, device=self._device),
             n_read=0,
         )
         try:
             self._decoder(input_ids=ids_BS, use_cache=False)
         except _DeepestReadError:
-            return Captured(self._pass.rows_LTH, self._pass.peaks_L)
+            return Captured(self._pass.rows_LTW, self._pass.peaks_L)
         finally:
             n_read, self._pass = self._pass.n_read, None
         raise StreamError(
@@ -114,10 +137,8 @@ class Capture:
         is_deepest = position == len(self._layers) - 1
 
         def read_output(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-            # About twenty families hand out a tuple or a list whose first entry is the stream.
-            stream_BSH = output[0] if isinstance(output, (tuple, list)) else output
             assert self._pass is not None, "a block was run outside of a capture"
-            self._pass.store(position, layer, stream_BSH)
+            self._pass.store(position, layer, stream_of(output))
             if is_deepest:
                 raise _DeepestReadError
 
@@ -130,7 +151,8 @@ class _Pass:
 
     shape: tuple[int, ...]
     real_T: torch.Tensor | None
-    rows_LTH: torch.Tensor
+    directions_DH: torch.Tensor | None
+    rows_LTW: torch.Tensor
     peaks_L: torch.Tensor
     n_read: int
 
@@ -146,6 +168,13 @@ class _Pass:
         rows_TH = stream_BSH.reshape(-1, self.shape[-1])
         if self.real_T is not None:
             rows_TH = rows_TH.index_select(0, self.real_T.to(rows_TH.device))
-        self.peaks_L[position] = rows_TH.abs().amax()
-        self.rows_LTH[position].copy_(rows_TH)
+        rows_TW = rows_TH if self.directions_DH is None else project(rows_TH, self.directions_DH)
+        self.peaks_L[position] = rows_TW.abs().amax()
+        self.rows_LTW[position].copy_(rows_TW)
         self.n_read += 1
+
+
+def project(rows_TH: torch.Tensor, directions_DH: torch.Tensor) -> torch.Tensor:
+    """The rows' components along each direction, float32 [T, D], where the rows are; a bounded number of rows is widened at a time."""
+    directions_HD = directions_DH.to(rows_TH.device).T
+    return torch.cat([rows.float() @ directions_HD for rows in rows_TH.split(_ROWS_WIDENED)])

@@ -1,15 +1,13 @@
 """Where a model comes from: the registry, a folder, a GGUF file, the Hugging Face Hub, or harvest's own code."""
 
 import difflib
-import functools
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harvest.errors import ModelError
-from harvest.settings import cache_folder
+from harvest.model.registry import registry
+from harvest.settings import Dtype
 
 TINY = "tiny"
 
@@ -28,7 +26,7 @@ class Source:
     location: str
     gguf_file: str | None = None
     context_length: int | None = None
-    dtype: str | None = None
+    dtype: Dtype | None = None
 
     @property
     def is_tiny(self) -> bool:
@@ -39,15 +37,6 @@ class Source:
     def is_local(self) -> bool:
         """Whether the model's files lie in a local folder."""
         return not self.is_tiny and Path(self.location).is_dir()
-
-
-@functools.cache
-def registry() -> dict[str, dict[str, Any]]:
-    """The entries of configs/models.toml by id."""
-    # In a wheel the folder travels inside the package; in a checkout it lies beside it.
-    package = Path(__file__).parent.parent
-    folder = next(place for place in (package / "configs", package.parent / "configs") if place.is_dir())
-    return tomllib.loads((folder / "models.toml").read_text())
 
 
 def find_model(name: str) -> Source:
@@ -77,13 +66,14 @@ def find_model(name: str) -> Source:
 
 def _from_registry(name: str) -> Source:
     entry = registry()[name]
-    location = entry.get("repository")
+    location = entry.repository
     if location is None:
-        folder = cache_folder() / entry["folder"]
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"model: {name} is not on this machine yet ({folder} is missing); make it with: {entry['made_by']}")
+        folder = entry.local_folder
+        if folder is None or not (folder / "config.json").is_file():
+            how = f"make it with: {entry.made_by}" if entry.made_by else "see to that folder, or mend the entry in the registry"
+            raise ModelError(f"model: {name} is not on this machine yet ({folder} is missing); {how}")
         location = str(folder)
-    return Source(name, location, context_length=entry["context_length"], dtype=entry["dtype"])
+    return Source(name, location, context_length=entry.context_length, dtype=entry.dtype)
 
 
 def _known() -> str:

@@ -52,7 +52,7 @@ class Transfer:
 
     def start(self, captured: Captured) -> Arrival:
         """Start the copy of one batch."""
-        rows, peaks = captured.rows_LTH, captured.peaks_L
+        rows, peaks = captured.rows_LTW, captured.peaks_L
         if self._stream is None:
             return Arrival(captured, rows.cpu(), peaks.cpu(), None)
         n_bytes = rows.numel() * rows.element_size()

@@ -6,15 +6,17 @@ that goes on after a power cut, never meets half a file under a final name.
 
 import errno
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from harvest.errors import StorageError
 
 _TEMPORARY = ".tmp-"
+_count = itertools.count()
 # Large enough that a small entry costs no system call of its own; a chunk goes through as it is.
 _BUFFER_BYTES = 1 << 20
 
@@ -26,14 +28,14 @@ def storing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         advice = {
-            errno.ENOSPC: "free some space, or choose another --out",
-            errno.EDQUOT: "your quota is used up; free some space, or choose another --out",
+            errno.ENOSPC: "free some space, or choose another folder",
+            errno.EDQUOT: "your quota is used up; free some space, or choose another folder",
             errno.EFBIG: "the file is larger than the system allows; raise the limit (ulimit -f), or lower --shard-size",
-            errno.EACCES: "choose an --out that you may write to",
-            errno.EPERM: "choose an --out that you may write to",
-            errno.EROFS: "choose an --out that you may write to",
+            errno.EACCES: "choose a folder that you may write to",
+            errno.EPERM: "choose a folder that you may write to",
+            errno.EROFS: "choose a folder that you may write to",
             errno.EMFILE: "raise the limit of open files (ulimit -n)",
-        }.get(error.errno or 0, "see to that, then run the same command again")
+        }.get(error.errno or 0, "check the path, then run the same command again")
         raise StorageError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
 
 
@@ -44,8 +46,13 @@ def make_folder(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """The name beside `path` under which this process writes it."""
-    return path.with_name(f"{path.name.split('.')[0]}{_TEMPORARY}{os.getpid()}{''.join(path.suffixes)}")
+    """A name beside `path` to write it under, which no other process or thread of this machine uses."""
+    return path.with_name(f"{path.name.split('.')[0]}{_TEMPORARY}{os.getpid()}-{next(_count)}{''.join(path.suffixes)}")
+
+
+def partial_name(path: Path) -> Path:
+    """The name beside `path` under which it grows over several processes, one after the other: what one left, the next goes on with."""
+    return path.with_name(f"{path.name.split('.')[0]}{_TEMPORARY}part{''.join(path.suffixes)}")
 
 
 def is_temporary(path: Path) -> bool:
@@ -56,6 +63,11 @@ def is_temporary(path: Path) -> bool:
 def open_new(temporary: Path) -> BinaryIO:
     """Open a new file to be published later."""
     return open(temporary, "xb", buffering=_BUFFER_BYTES)
+
+
+def open_grown(partial: Path) -> BinaryIO:
+    """Open what there is of a file to add to it, or a new one where there is nothing."""
+    return open(partial, "a+b", buffering=_BUFFER_BYTES)
 
 
 def publish(file: BinaryIO, temporary: Path, final: Path) -> None:
@@ -79,10 +91,76 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that is published as `path` when the context ends well, and else is gone. `storing` is the caller's, at each write."""
+    temporary = temporary_name(path)
+    with storing(path):
+        file = open_new(temporary)
+    try:
+        yield file
+        with storing(path):
+            publish(file, temporary, path)
+    except BaseException:
+        _close(file)
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def growing(path: Path) -> Iterator[BinaryIO]:
+    """What there is of a file that becomes `path`, to be added to; published when the context ends well, and else kept as it is.
+
+    `storing` is the caller's, at each write. One process at a time.
+    """
+    partial = partial_name(path)
+    with storing(path):
+        file = open_grown(partial)
+    try:
+        yield file
+        with storing(path):
+            publish(file, partial, path)
+    except BaseException:
+        _close(file)
+        raise
+
+
+def write_new(path: Path, data: bytes) -> bool:
+    """Write a small file in one step where there is none of that name; answers whether it did. Of two processes only one does."""
+    temporary = temporary_name(path)
+    try:
+        with storing(path), open_new(temporary) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            try:
+                # A link fails where the name is taken, over NFS too; a rename would replace what is there.
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            _sync_folder(path.parent)
+            return True
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, and see to it that it is gone after a power cut too."""
+    with storing(path):
+        path.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+
+
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with storing(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _close(file: BinaryIO) -> None:
+    """Close a file that something went wrong with: what the disk would not take before, it will not take now."""
+    with suppress(OSError):
+        file.close()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,11 +1,13 @@
 """job.json: the HarvestJob of a run, rewritten whole at each change of its state."""
 
+import contextlib
 from typing import Any
 from uuid import uuid4
 
 import pydantic
 
 from harvest.contract import URL_LIFETIME, HarvestJob, HarvestResult, Timings, utc_now
+from harvest.errors import StorageError
 from harvest.output import durable
 from harvest.output.folder import RunFolder
 
@@ -38,12 +40,17 @@ class JobFile:
 
     def fail(self, error: str) -> None:
         """The run ended before its files were whole. A failed job is charged no tokens."""
-        self._change(status="failed", completed_at=utc_now(), tokens=0, error=error)
+        self._end(status="failed", tokens=0, error=error)
 
     def cancel(self) -> None:
         """The run was stopped. It is charged what it had reserved where it had started."""
         tokens = 0 if self.job.started_at is None else self.job.reserved_tokens
-        self._change(status="cancelled", completed_at=utc_now(), tokens=tokens)
+        self._end(status="cancelled", tokens=tokens)
+
+    def _end(self, **fields: Any) -> None:
+        # The error that ended the run, such as a full disk, may stand in the way of saying so too; it must not be hidden by another.
+        with contextlib.suppress(StorageError):
+            self._change(completed_at=utc_now(), **fields)
 
     def _change(self, **fields: Any) -> None:
         self.job = self.job.model_copy(update=fields)
@@ -73,7 +80,7 @@ def make_links(folder: RunFolder, n_shards: int) -> dict[str, Any]:
     """The result's links to a run's files."""
     return {
         "manifest_url": folder.manifest.as_uri(),
-        "shard_urls": [folder.shard(index).as_uri() for index in range(n_shards)],
+        "shard_urls": [folder.shard_file(index).as_uri() for index in range(n_shards)],
         "stats_url": folder.stats.as_uri(),
     }
 

@@ -1,6 +1,6 @@
 """What stands in a shard: its arrays, their chunks, and the Zarr documents that describe them.
 
-Shapes: L layers, T tokens of the shard, W values a token (the hidden size), P prompts of the shard.
+Shapes: L layers, T tokens of the shard, W values a token (the hidden size, or the number of directions), P prompts of the shard.
 """
 
 import copy
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import zarr
 from zarr.storage import MemoryStore
 
-from harvest.contract import RESIDUAL_STREAM_CONVENTION
+from harvest.contract import RESIDUAL_STREAM_CONVENTION, Contents
 from harvest.output.codecs import CODECS
 from harvest.settings import Dtype
 
@@ -33,12 +33,13 @@ _UNFINISHED_BYTES = 128 << 20
 STORED_AS = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 
 _DOCUMENT = "zarr.json"
-_ROWS = "activations"
+# The name of a token's values as a dimension, by what the rows are.
+_VALUES: dict[Contents, str] = {"activations": "hidden", "projections": "direction"}
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """A small array of a shard, stored in one plain chunk."""
+    """A small array of a shard, stored in one plain chunk. The dimension "value" is called by what the rows are."""
 
     name: str
     dtype: str
@@ -55,8 +56,8 @@ _SMALL_ARRAYS = {
         ),
         ArraySpec("prompt_indices", "int64", ("prompt",), "the number of each prompt in the whole run"),
         ArraySpec("layer_indices", "int32", ("layer",), "the decoder block of each entry of the layer axis"),
-        ArraySpec("token_sum", "float64", ("layer", "hidden"), "sum over tokens, the first of each prompt left out"),
-        ArraySpec("token_sum_sq", "float64", ("layer", "hidden"), "sum of squares over tokens, the first of each prompt left out"),
+        ArraySpec("token_sum", "float64", ("layer", "value"), "sum over tokens, the first of each prompt left out"),
+        ArraySpec("token_sum_sq", "float64", ("layer", "value"), "sum of squares over tokens, the first of each prompt left out"),
         ArraySpec("token_norm_sum", "float64", ("layer",), "sum of the tokens' L2 norms, the first token of each prompt left out"),
     )
 }
@@ -66,10 +67,12 @@ _SMALL_ARRAYS = {
 class ShardLayout:
     """The layout that all shards of a run share.
 
+    contents: activations, the stream itself, or projections onto directions; also the name of the array that holds them.
     store_dtype: bfloat16, float16 or float32.
     about: what a shard says of its origin; the same for every shard, and free of times, so that equal runs make equal bytes.
     """
 
+    contents: Contents
     layers: tuple[int, ...]
     width: int
     store_dtype: Dtype
@@ -95,7 +98,7 @@ class ShardLayout:
 
     def row_key(self, position: int, chunk: int) -> str:
         """The entry of one chunk of rows: the position on the layer axis, and the chunk's number on the token axis."""
-        return f"{_ROWS}/c/{position}/{chunk}/0"
+        return f"{self.contents}/c/{position}/{chunk}/0"
 
     def small_key(self, name: str) -> str:
         """The entry of a small array: its one chunk."""
@@ -108,13 +111,19 @@ class ShardLayout:
 
     def documents(self, n_tokens: int, n_prompts: int) -> dict[str, bytes]:
         """The zarr.json documents of one shard by their key: the group's, with all metadata consolidated, and each array's."""
-        sizes = {"layer": len(self.layers), "token": n_tokens, "hidden": self.width, "prompt": n_prompts, "prompt_edge": n_prompts + 1}
+        sizes = {
+            "layer": len(self.layers),
+            "token": n_tokens,
+            _VALUES[self.contents]: self.width,
+            "prompt": n_prompts,
+            "prompt_edge": n_prompts + 1,
+        }
         root = copy.deepcopy(self._template)
         arrays = root["consolidated_metadata"]["metadata"]
         for name, document in arrays.items():
             shape = [sizes[dimension] for dimension in document["dimension_names"]]
             document["shape"] = shape
-            chunks = [1, self.chunk_tokens(n_tokens), self.width] if name == _ROWS else shape
+            chunks = [1, self.chunk_tokens(n_tokens), self.width] if name == self.contents else shape
             document["chunk_grid"]["configuration"]["chunk_shape"] = chunks
         by_key = {_DOCUMENT: root} | {f"{name}/{_DOCUMENT}": document for name, document in arrays.items()}
         return {key: json.dumps(document, separators=(",", ":")).encode() for key, document in by_key.items()}
@@ -127,13 +136,13 @@ class ShardLayout:
         store = MemoryStore(written)
         group = zarr.create_group(store, attributes=self._attributes())
         group.create_array(
-            _ROWS,
+            self.contents,
             shape=(len(self.layers), 1, self.width),
             chunks=(1, 1, self.width),
             dtype=self.numpy_dtype,
             compressors=[compressor] if compressor else None,
             fill_value=0,
-            dimension_names=("layer", "token", "hidden"),
+            dimension_names=("layer", "token", _VALUES[self.contents]),
             attributes=self._row_attributes(),
         )
         for spec in _SMALL_ARRAYS.values():
@@ -145,7 +154,7 @@ class ShardLayout:
                 dtype=spec.dtype,
                 compressors=None,
                 fill_value=0,
-                dimension_names=spec.dimensions,
+                dimension_names=[_VALUES[self.contents] if name == "value" else name for name in spec.dimensions],
                 attributes={"description": spec.description},
             )
         with warnings.catch_warnings():
@@ -159,7 +168,7 @@ class ShardLayout:
         return {
             "format": "one Zarr v3 store in one ZIP file a shard",
             "shard_format": FORMAT_VERSION,
-            "array": _ROWS,
+            "array": self.contents,
             "logical_dtype": self.store_dtype,
             "stored_dtype": STORED_AS[self.store_dtype],
             "codec": self.codec,
@@ -179,7 +188,8 @@ class ShardLayout:
         }
 
     def _row_attributes(self) -> dict[str, Any]:
-        attributes = {"description": "the residual stream", "logical_dtype": self.store_dtype}
+        what = {"activations": "the residual stream", "projections": "the residual stream's components along directions of length 1"}
+        attributes = {"description": what[self.contents], "logical_dtype": self.store_dtype}
         if self.store_dtype == "bfloat16":
             attributes["decode"] = "uint16 holds the bits of bfloat16: torch.from_numpy(a).view(torch.bfloat16)"
         return attributes

@@ -6,22 +6,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
-from harvest.contract import Manifest, ShardEntry, TensorEntry
+from harvest.contract import Contents, Manifest, Projection, ShardEntry, TensorEntry
 from harvest.input.plan import Shard
 from harvest.output.folder import RunFolder
 from harvest.output.layout import ShardLayout
 
-_TENSOR_LAYOUT = (
-    "prompt_{i} is the residual stream of prompt i, [layer, token, hidden], in the order of layer_indices. In a shard file prompt i of the "
-    "run is tokens prompt_offsets[j] to prompt_offsets[j + 1] of the array activations, where prompt_indices[j] = i."
+_TENSOR_LAYOUTS: dict[Contents, str] = {
+    "activations": "prompt_{i} is the residual stream of prompt i, [layer, token, hidden]",
+    "projections": "prompt_{i} is the residual stream of prompt i along each direction, [layer, token, direction]",
+}
+_ROWS_IN_A_SHARD = (
+    "in the order of layer_indices. In a shard file it is tokens prompt_offsets[j] to prompt_offsets[j + 1] of the array {array}, "
+    "where prompt_indices[j] = i."
 )
+_PROJECTION = "Each direction was scaled to length 1, its length taken in float64; stream and directions were multiplied in float32."
 _TOKENS_LAYOUT = (
     "tokens_{i} are the ids that the model read for prompt i, int32 [token], in the order of the token axis. In a shard file they are the "
     "same range of the array token_ids."
 )
 _STATISTICS = (
-    "stats.safetensors: mean and std (population), float32 [layer, hidden], of the stored values over all tokens of the run but the first "
-    "of each prompt, accumulated in float64; layer_indices, int32. mean_token_norm: the mean L2 norm of the same tokens, by layer."
+    "stats.safetensors: mean and std (population), float32 [layer, hidden or direction], of the stored values over all tokens of the run "
+    "but the first of each prompt, accumulated in float64; layer_indices, int32. mean_token_norm: the mean L2 norm of the same tokens, by "
+    "layer."
 )
 _LIBRARIES = ("harvest", "torch", "transformers", "accelerate", "zarr", "numcodecs", "numpy")
 
@@ -68,8 +74,9 @@ def make_manifest(
         batch_size=batch_size,
         prompts=list(prompts),
         shards=shards,
-        contents="activations",
-        tensor_layout=_TENSOR_LAYOUT,
+        contents=layout.contents,
+        projection=Projection(n_directions=layout.width, note=_PROJECTION) if layout.contents == "projections" else None,
+        tensor_layout=f"{_TENSOR_LAYOUTS[layout.contents]}, {_ROWS_IN_A_SHARD.format(array=layout.contents)}",
         tokens_layout=_TOKENS_LAYOUT,
         statistics=_STATISTICS,
         mean_token_norm={str(layer): round(float(norm), 4) for layer, norm in zip(layout.layers, mean_norm_L, strict=True)},

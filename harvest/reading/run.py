@@ -1,4 +1,4 @@
-"""A run folder, read back."""
+"""A run folder of either kind, read back: one that harvest made, or the files of the API's first version."""
 
 import bisect
 from collections.abc import Iterator
@@ -43,6 +43,9 @@ class Layer:
     def __len__(self) -> int:
         return self._run.n_tokens
 
+    def __repr__(self) -> str:
+        return f"<Layer {self._run.layers[self._position]} of {self._run.path.name}: {list(self.shape)}>"
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         for index in range(self._run.n_shards):
             with self._run.shard(index) as shard:
@@ -65,7 +68,7 @@ class Layer:
 
 
 class Run:
-    """A whole run: its prompts, layers and stats. Tensors are read when they are asked for."""
+    """A whole run: its prompts, layers and stats, whichever kind of files hold them. Tensors are read when they are asked for."""
 
     def __init__(self, path: str | Path) -> None:
         """Open a run folder. Raises NotARunError where there is none, or one that is not whole."""
@@ -76,6 +79,8 @@ class Run:
         if not self._folder.manifest.exists():
             job = read_job(self._folder)
             state = f"its job is {job.status}; run the same command again to finish it" if job else "it holds no job either"
+            if self._folder.copying.exists():
+                state = "a copy of a run was begun there; run the same harvest export or harvest fetch again to finish it"
             raise NotARunError(f"{path}: holds no manifest.json, so it is no whole run; {state}")
         try:
             self.manifest = Manifest.model_validate_json(self._folder.manifest.read_bytes())
@@ -109,7 +114,7 @@ class Run:
 
     @property
     def width(self) -> int:
-        """Values a token: the hidden size."""
+        """Values a token: the hidden size, or the number of directions."""
         return self.manifest.shards[0].tensors[0].shape[2]
 
     @property
@@ -155,7 +160,7 @@ class Run:
 
     def shard(self, index: int) -> Shard:
         """Open one shard file by its number."""
-        return open_shard(self.path / self.manifest.shards[index].key)
+        return open_shard(self._folder.find(self.manifest.shards[index].key), self.layers)
 
     def __repr__(self) -> str:
         manifest = self.manifest

@@ -25,8 +25,8 @@ class Case(NamedTuple):
 
     @property
     def window_tokens(self) -> int:
-        """The most tokens of a window of several prompts: half of window_bytes, and 64 full batches."""
-        return min(self.window_bytes // 2 // self.token_bytes, 64 * self.batch_tokens)
+        """The most tokens of a window of several prompts: half of window_bytes, and 32 full batches."""
+        return min(self.window_bytes // 2 // self.token_bytes, 32 * self.batch_tokens)
 
 
 def random_case(seed: int) -> Case:
@@ -72,7 +72,7 @@ def test_the_random_cases_hold_all_kinds_of_windows_and_batches() -> None:
         "several shards in a window": sum(len(window.pieces) > 1 for _, _, window in windows()),
         "several windows for a shard": sum(is_part(window.pieces[0]) for _, _, window in windows()),
         "one prompt over a window": sum(window.n_tokens > case.window_tokens for case, _, window in windows()),
-        "windows ended by 64 full batches": sum(64 * case.batch_tokens < case.window_bytes // 2 // case.token_bytes for case, _ in plans()),
+        "windows ended by 32 full batches": sum(32 * case.batch_tokens < case.window_bytes // 2 // case.token_bytes for case, _ in plans()),
         "a prompt over a batch": sum(max(case.lengths) > case.batch_tokens for case, _ in plans()),
         "several batches in a window": sum(len(list(plan.batches(window))) > 1 for _, plan, window in windows()),
         "a last shard that is not full": sum(n_prompts(plan.shards[-1]) < case.shard_size < len(case.lengths) for case, plan in plans()),
@@ -126,7 +126,7 @@ def test_a_window_keeps_to_half_the_bytes_and_64_full_batches_unless_it_is_one_p
     for case, _, window in windows():
         if n_prompts(window) > 1:
             assert 2 * window.n_tokens * case.token_bytes <= case.window_bytes, case
-            assert window.n_tokens <= 64 * case.batch_tokens, case
+            assert window.n_tokens <= 32 * case.batch_tokens, case
 
 
 def test_a_window_takes_all_that_fits() -> None:
@@ -177,8 +177,8 @@ def test_a_plan_depends_on_nothing_but_what_it_is_made_from() -> None:
         pytest.param(Case([1, 20, 1, 1], 4, 1, 8, 99), [(0, 1), (1, 2), (2, 4)], id="one prompt over a window"),
         pytest.param(Case([1, 1, 5, 5, 1, 1, 1], 2, 1, 14, 99), [(0, 2), (2, 3), (3, 4), (4, 7)], id="a large shard between small ones"),
         pytest.param(Case([2, 1], 2, 100, 1, 99), [(0, 1), (1, 2)], id="less than one token"),
-        pytest.param(Case([10] * 100, 1, 1, 1 << 40, 10), [(0, 64), (64, 100)], id="64 full batches"),
-        pytest.param(Case([10] * 100, 100, 1, 1 << 40, 10), [(0, 64), (64, 100)], id="64 full batches of one shard"),
+        pytest.param(Case([10] * 100, 1, 1, 1 << 40, 10), [(0, 32), (32, 64), (64, 96), (96, 100)], id="32 full batches"),
+        pytest.param(Case([10] * 100, 100, 1, 1 << 40, 10), [(0, 32), (32, 64), (64, 96), (96, 100)], id="32 full batches of one shard"),
     ],
 )
 def test_windows_by_hand(case: Case, edges: list[tuple[int, int]]) -> None:

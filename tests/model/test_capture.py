@@ -41,8 +41,8 @@ def read(decoder: torch.nn.Module, layers: list[int], **kwargs: Any) -> Any:
 
 def test_rows_are_the_real_tokens_prompts_end_to_end() -> None:
     captured = read(Decoder([0, 1, 2]), [0, 2])
-    assert captured.rows_LTH.shape == (2, 6, 8)
-    assert torch.equal(captured.peaks_L, captured.rows_LTH.abs().amax(dim=(1, 2)))
+    assert captured.rows_LTW.shape == (2, 6, 8)
+    assert torch.equal(captured.peaks_L, captured.rows_LTW.abs().amax(dim=(1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,6 @@ def test_a_batch_that_does_not_fit_is_read_in_halves(tiny_run: Path, tmp_path: P
 
 
 def test_one_prompt_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    with memory_for(60), pytest.raises(StreamError, match="prompt 6, of 70 tokens, does not fit the device's memory even alone"):
+    with memory_for(65), pytest.raises(StreamError, match="prompt 6, of 70 tokens, does not fit the device's memory even alone"):
         harvest.run(tiny_request(), tmp_path / "run")
     assert not (tmp_path / "run" / "manifest.json").exists()

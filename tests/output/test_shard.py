@@ -26,7 +26,7 @@ DTYPES = ["bfloat16", "float16", "float32"]
 
 def write_shard(path: Path, rows_LTW: Any, lengths: list[int], pieces: list[int], store_dtype: str = "bfloat16", codec: str = "lz4") -> Any:
     """Write rows as a shard in pieces of so many tokens; answers the layout."""
-    layout = ShardLayout(tuple(range(len(rows_LTW))), rows_LTW.shape[2], store_dtype, codec, {"model": "test"})  # type: ignore[arg-type]
+    layout = ShardLayout("activations", tuple(range(len(rows_LTW))), rows_LTW.shape[2], store_dtype, codec, {"model": "test"})  # type: ignore[arg-type]
     ids = np.arange(sum(lengths), dtype=np.int32)
     with ThreadPoolExecutor(2) as encoders:
         shard = ShardFile(path, layout, ids, np.array(lengths), 64, encoders)
@@ -111,7 +111,7 @@ def test_widening_bfloat16_is_exact_for_every_bit_pattern() -> None:
 @pytest.mark.parametrize("n_tokens", [1, 7, 1000, 1821, 4097, 100_000])
 @pytest.mark.parametrize("width", [1, 64, 576, 4096, 16384, 3_000_000])
 def test_chunks_are_at_most_four_mib_and_waste_next_to_nothing(n_tokens: int, width: int) -> None:
-    layout = ShardLayout((0,), width, "bfloat16", "none", {})
+    layout = ShardLayout("activations", (0,), width, "bfloat16", "none", {})
     chunk = layout.chunk_tokens(n_tokens)
     n_chunks = -(-n_tokens // chunk)
     assert 1 <= chunk <= n_tokens

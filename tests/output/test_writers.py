@@ -18,7 +18,7 @@ from harvest.output.shard import ShardFile
 from harvest.output.writers import WindowBuffers, Writers
 from harvest.reading.shard import open_shard
 
-LAYOUT = ShardLayout((0, 3), 16, "float32", "none", {"model": "test"})
+LAYOUT = ShardLayout("activations", (0, 3), 16, "float32", "none", {"model": "test"})
 LENGTHS = np.array([5, 1, 9, 30, 2, 2, 2, 7, 40, 3, 3, 8])
 
 

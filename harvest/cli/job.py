@@ -1,0 +1,31 @@
+"""harvest status and harvest cancel: a run that another process works on."""
+
+from pathlib import Path
+
+import click
+
+from harvest.cli.group import cli
+
+
+@cli.command(short_help="Print the job of a run.", epilog="Example: harvest status run1 --wait 60")
+@click.argument("folder", metavar="DIR", type=click.Path())
+@click.option("--wait", type=click.FloatRange(min=0), default=0.0, metavar="S", help="Wait up to S seconds for its status to change.")
+def status(folder: str, wait: float) -> None:
+    """Print the job of a run folder as JSON, with fresh links, also while another process or machine works on it."""
+    from harvest.control import status as read_status
+    from harvest.output.folder import RunFolder
+
+    click.echo(read_status(RunFolder(Path(folder)), wait).to_json())
+
+
+@cli.command(short_help="Cancel a run.", epilog="Example: harvest cancel run1")
+@click.argument("folder", metavar="DIR", type=click.Path())
+def cancel(folder: str) -> None:
+    """Cancel a queued or running run, wait until its process has stopped, and print the job.
+
+    Its finished shards stay, and the command that started it can finish it. A run that has ended stays as it is.
+    """
+    from harvest.control import cancel as cancel_run
+    from harvest.output.folder import RunFolder
+
+    click.echo(cancel_run(RunFolder(Path(folder))).to_json())

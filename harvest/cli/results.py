@@ -1,0 +1,80 @@
+"""harvest verify, compare, export and fetch: what is done with a run that is whole."""
+
+import sys
+
+import click
+
+from harvest.cli.group import cli, quiet_libraries
+
+
+@cli.command(short_help="Write a run as the API's safetensors files.", epilog="Example: harvest export run1 --format safetensors exported1")
+@click.argument("folder", metavar="DIR", type=click.Path())
+@click.option("--format", "file_format", type=click.Choice(["safetensors"]), default="safetensors", help="The files to write.")
+@click.argument("out", metavar="OUT", type=click.Path())
+@click.option("--quiet", "-q", is_flag=True, help="No progress and no notes on stderr.")
+def export(folder: str, file_format: str, out: str, quiet: bool) -> None:
+    """Write a run's files anew as the API's first version has them, into the folder OUT, and print what was written.
+
+    Code that was written for downloaded shards runs on them unchanged. The same command on an unfinished export finishes it.
+    """
+    from harvest.progress import Silent, StderrReporter
+    from harvest.stop import StopFlag, stopping_on_signals
+
+    quiet_libraries()
+    from harvest.reading.export import export_safetensors
+    from harvest.reading.run import open_run
+
+    writers = {"safetensors": export_safetensors}
+    stop = StopFlag()
+    with stopping_on_signals(stop):
+        click.echo(writers[file_format](open_run(folder), out, Silent() if quiet else StderrReporter(), stop).to_json())
+
+
+@cli.command(short_help="Download the files of a job.", epilog="Example: harvest fetch job.json fetched1")
+@click.argument("job", metavar="JOB.json", type=click.Path())
+@click.argument("out", metavar="OUT", type=click.Path())
+@click.option("--quiet", "-q", is_flag=True, help="No progress and no notes on stderr.")
+def fetch(job: str, out: str, quiet: bool) -> None:
+    """Download the files of a done job by its links (http, https or file) into the folder OUT, and print the job with links to them.
+
+    JOB.json is an answer of the API, or a run's job.json; - reads it from stdin. The same command goes on where an earlier one stopped.
+    """
+    from harvest.progress import DownloadReporter, Silent
+    from harvest.reading.fetch import fetch as fetch_job
+    from harvest.reading.fetch import read_answer
+    from harvest.stop import StopFlag, stopping_on_signals
+
+    answer = read_answer(job)
+    stop = StopFlag()
+    with stopping_on_signals(stop):
+        click.echo(fetch_job(answer, out, Silent() if quiet else DownloadReporter(), stop).to_json())
+
+
+@cli.command(short_help="Compare two runs of the same prompts.", epilog="Example: harvest compare run1 fetched1")
+@click.argument("runs", metavar="A B", nargs=2, type=click.Path(exists=True, file_okay=False))
+@click.option("--min-cosine", type=click.FloatRange(-1, 1), default=0.9997, show_default=True, metavar="C", help="Of each layer's mean.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object instead of a table.")
+def compare(runs: tuple[str, str], min_cosine: float, as_json: bool) -> None:
+    """Compare run B with A: token ids, then each layer. Exits with 1 where they differ, with 2 where they cannot be compared."""
+    from harvest.progress import ReadingReporter
+    from harvest.reading.compare import compare as compare_runs
+
+    comparison = compare_runs(*runs, min_cosine, ReadingReporter())
+    click.echo(comparison.to_json() if as_json else comparison.to_text())
+    sys.exit(0 if comparison.agrees else 1)
+
+
+@cli.command(short_help="Check the files of a run.", epilog="Example: harvest verify run1 --deep 3")
+@click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False))
+@click.option("--deep", type=click.IntRange(min=0), default=0, metavar="N", help="Read N prompts anew with the model, and compare.")
+@click.option("--device", default="auto", metavar="DEVICE", help="Where --deep computes: auto, cpu, cuda, cuda:N or mps. [default: auto]")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object instead of text.")
+def verify(folder: str, deep: int, device: str, as_json: bool) -> None:
+    """Check all files of a run against each other. Exits with 1 where something is wrong, each finding on a line that names its file."""
+    quiet_libraries()
+    from harvest.progress import ReadingReporter
+    from harvest.reading.verify import verify as verify_run
+
+    verification = verify_run(folder, deep, device, ReadingReporter())
+    click.echo(verification.to_json() if as_json else verification.to_text())
+    sys.exit(0 if verification.is_sound else 1)

@@ -1,0 +1,283 @@
+"""A few prompts of a run read anew, as plainly as can be, and compared with what is on disk.
+
+One prompt a pass, nothing padded, nothing stopped early, and another place to look than the run's own: layer k is what block k + 1 is
+given, and only the last one what its block answers. So a fault of the batches, of the hooks or of the way to the file does not repeat here.
+
+Shapes: T tokens, H hidden size, D directions, W values a token: H, or D where the run projects.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from harvest.contract import Manifest
+from harvest.errors import ModelError, NotARunError, RequestError
+from harvest.model.capture import find_blocks
+from harvest.model.device import resolve_device
+from harvest.model.load import Description, describe, load_decoder
+from harvest.model.sources import find_model
+from harvest.model.start_token import start_token_id
+from harvest.output.folder import RunFolder
+from harvest.reading.findings import Finding
+from harvest.reading.run import Run
+from harvest.request import HarvestRequest
+
+# The relative error of a token's values that is allowed on average, by the type that they were stored in, and by the one that they were
+# computed in: batches of another shape round otherwise. 0.03 is a cosine of 0.9996; the service's makers measured 0.9997 between two.
+_STORED = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
+_COMPUTED = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
+# What one token may have of that: a row that belongs elsewhere has many times more.
+_ONE_TOKEN = 10
+
+
+@dataclass(frozen=True)
+class LayerReread:
+    """One layer of the prompts that were read anew: a token's cosine and relative error, and where the largest error is."""
+
+    layer: int
+    mean_cosine: float
+    worst_cosine: float
+    mean_error: float
+    worst_error: float
+    prompt: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Reread:
+    """What reading anew gave. tolerance: of the mean error. notes: what may explain a difference."""
+
+    prompts: list[int]
+    compute_dtype: str
+    device: str
+    tolerance: float
+    layers: list[LayerReread]
+    notes: list[str]
+
+    def to_lines(self) -> list[str]:
+        """The figures to read, a line for each layer."""
+        title = f"read anew in {self.compute_dtype} on {self.device}: prompts {', '.join(map(str, self.prompts))}"
+        head = "layer  mean cosine  worst cosine  mean error  worst error  at prompt  position"
+        rows = [
+            f"{row.layer:5}  {row.mean_cosine:11.7f}  {row.worst_cosine:12.7f}  {row.mean_error:10.1e}  {row.worst_error:11.1e}  "
+            f"{row.prompt:9}  {row.position:8}"
+            for row in self.layers
+        ]
+        return [title, *([head, *rows] if rows else [])]
+
+
+def reread(path: Path, n_prompts: int, findings: list[Finding], device: str = "auto") -> Reread:
+    """Read so many prompts of a run, spread evenly over it, anew with its model; what does not agree is added to the findings.
+
+    Raises NotARunError where the folder is no whole run, ModelError where its model is not to be had, RequestError for a device that is
+    not here, or for projections in a folder without the request that holds their directions.
+    """
+    run = Run(path)
+    manifest, local = run.manifest, run.manifest.local or {}
+    torch_device = resolve_device(device)
+    directions_DH = _directions(run)
+    description = _describe(manifest)
+    auto_dtype = "float32" if torch_device.type == "cpu" else description.dtype
+    compute_dtype = local.get("engine", {}).get("compute_dtype", auto_dtype)
+    tolerance = max(_STORED[manifest.dtype], _COMPUTED[compute_dtype])
+    decoder = load_decoder(description, torch_device, getattr(torch, compute_dtype))
+    rereading = _Rereading(run, description, decoder, directions_DH)
+    prompts = spread(n_prompts, run.n_prompts)
+    for prompt in prompts:
+        findings += rereading.check_prompt(prompt)
+    rows = [tally.figures(layer) for layer, tally in zip(run.layers, rereading.tallies, strict=True) if tally.n_tokens]
+    findings += _judge(rows, tolerance, manifest)
+    return Reread(prompts, compute_dtype, str(torch_device), tolerance, rows, rereading.notes)
+
+
+def spread(n: int, n_prompts: int) -> list[int]:
+    """Numbers of n prompts, spread evenly from the first to the last."""
+    return sorted({round(place) for place in np.linspace(0, n_prompts - 1, min(n, n_prompts))})
+
+
+@torch.inference_mode()
+def read_plain(
+    decoder: torch.nn.Module, n_layers: int, ids_T: torch.Tensor, layers: Sequence[int], visit: Callable[[int, torch.Tensor], None]
+) -> None:
+    """Run one prompt and hand over the stream after each block of `layers`, by its place there: float64 [T, H], on the CPU."""
+    with _hooks(find_blocks(decoder, n_layers), layers, visit):
+        decoder(input_ids=ids_T.long()[None].to(next(decoder.parameters()).device), use_cache=False)
+
+
+@contextmanager
+def _hooks(blocks: torch.nn.ModuleList, layers: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+    def give(position: int, stream_BTH: Any) -> None:
+        visit(position, stream_BTH[0].cpu().double())
+
+    handles = []
+    for position, layer in enumerate(layers):
+        if layer + 1 < len(blocks):
+            handles.append(
+                blocks[layer + 1].register_forward_pre_hook(
+                    lambda _block, args, kwargs, position=position: give(position, args[0] if args else kwargs["hidden_states"]),
+                    with_kwargs=True,
+                )
+            )
+        else:
+            handles.append(
+                blocks[layer].register_forward_hook(
+                    lambda _block, _args, output, position=position: give(
+                        position, output[0] if isinstance(output, (tuple, list)) else output
+                    )
+                )
+            )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Rereading:
+    """A run and its model while prompts are read anew. tallies: the agreement of each layer so far."""
+
+    def __init__(self, run: Run, description: Description, decoder: torch.nn.Module, directions_DH: torch.Tensor | None) -> None:
+        self.tallies = [_Tally() for _ in run.layers]
+        self.notes: list[str] = []
+        self._run = run
+        self._description = description
+        self._decoder = decoder
+        self._directions_DH = directions_DH
+        revision = (run.manifest.local or {}).get("model", {}).get("revision", description.revision)
+        if revision != description.revision:
+            self.notes.append(
+                f"the run was made with revision {revision} of {run.manifest.model_id}, and here it is {description.revision}"
+            )
+
+    def check_prompt(self, prompt: int) -> Iterator[Finding]:
+        """Read one prompt's stored ids anew and tally the values; findings are of what cannot be read, and of its ids."""
+        where = _shard_of(prompt, self._run.manifest)
+        try:
+            ids_T, stored_LTW = self._run.token_ids(prompt), self._run.prompt(prompt)
+        except NotARunError as error:
+            yield Finding(where, f"prompt {prompt} cannot be read ({error})")
+            return
+        yield from _check_ids(where, prompt, ids_T.tolist(), self._run.manifest, self._description, self.notes)
+        vocab_size = self._description.vocab_size
+        if int(ids_T.min()) < 0 or (vocab_size is not None and int(ids_T.max()) >= vocab_size):
+            yield Finding(
+                where, f"prompt {prompt} has token ids from {int(ids_T.min())} to {int(ids_T.max())}, of {vocab_size} in the model"
+            )
+            return
+
+        def tally(position: int, stream_TH: torch.Tensor) -> None:
+            self.tallies[position].add(prompt, stream_TH, stored_LTW[position].double(), self._directions_DH)
+
+        read_plain(self._decoder, self._description.n_layers, ids_T, self._run.layers, tally)
+
+
+class _Tally:
+    """The agreement of one layer, over the tokens of several prompts."""
+
+    def __init__(self) -> None:
+        self.n_tokens = 0
+        self._cosine_sum = self._error_sum = 0.0
+        self._worst_cosine = math.inf
+        self._worst = (-math.inf, 0, 0)
+
+    def add(self, prompt: int, stream_TH: torch.Tensor, stored_TW: torch.Tensor, directions_DH: torch.Tensor | None) -> None:
+        """Add a prompt: its stream as it was read anew, and what is on disk, both float64."""
+        size_T = stream_TH.norm(dim=1)
+        anew_TW = stream_TH
+        if directions_DH is not None:
+            anew_TW = stream_TH @ directions_DH.T
+            # A component may be next to nothing; what is right or wrong is measured by what a direction has of the stream on average.
+            n_directions, hidden_size = directions_DH.shape
+            size_T = torch.maximum(anew_TW.norm(dim=1), size_T * math.sqrt(n_directions / hidden_size))
+        # Two rows of zeros agree: 0 of 0 is no error here, and a cosine of 1.
+        differs_T = (stored_TW != anew_TW).any(dim=1)
+        error_T = ((stored_TW - anew_TW).norm(dim=1) / size_T).where(differs_T, 0)
+        cosine_T = torch.nn.functional.cosine_similarity(stored_TW, anew_TW, dim=1, eps=0).where(differs_T, 1)
+        # A value that is not finite is as wrong as can be.
+        error_T, cosine_T = error_T.where(~error_T.isnan(), math.inf), cosine_T.where(~cosine_T.isnan(), 0)
+        self.n_tokens += len(error_T)
+        self._error_sum += float(error_T.sum())
+        self._cosine_sum += float(cosine_T.sum())
+        self._worst_cosine = min(self._worst_cosine, float(cosine_T.min()))
+        position = int(error_T.argmax())
+        self._worst = max(self._worst, (float(error_T[position]), prompt, position), key=lambda worst: worst[0])
+
+    def figures(self, layer: int) -> LayerReread:
+        worst_error, prompt, position = self._worst
+        mean_cosine, mean_error = self._cosine_sum / self.n_tokens, self._error_sum / self.n_tokens
+        return LayerReread(layer, mean_cosine, self._worst_cosine, mean_error, worst_error, prompt, position)
+
+
+def _judge(rows: Sequence[LayerReread], tolerance: float, manifest: Manifest) -> Iterator[Finding]:
+    for row in rows:
+        if not (row.mean_error <= tolerance and row.worst_error <= _ONE_TOKEN * tolerance):
+            yield Finding(
+                _shard_of(row.prompt, manifest),
+                f"layer {row.layer} is not what the model computes: a token's relative error is {row.mean_error:.1e} on average and "
+                f"{row.worst_error:.1e} at worst (prompt {row.prompt}, position {row.position}), where {tolerance:.0e} and "
+                f"{_ONE_TOKEN * tolerance:.0e} are allowed",
+            )
+
+
+def _shard_of(prompt: int, manifest: Manifest) -> str:
+    return next(entry.key for entry in manifest.shards if prompt in entry.prompt_indices)
+
+
+def _check_ids(
+    where: str, prompt: int, ids: list[int], manifest: Manifest, description: Description, notes: list[str]
+) -> Iterator[Finding]:
+    """A prompt's ids against those that its text has: the start token first, cut to the context."""
+    local = manifest.local
+    if local is None:
+        start = start_token_id(description.tokenizer, description.config) if manifest.add_special_tokens else None
+        context_length = description.context_length
+    else:
+        start = (local.get("start_token") or {}).get("id")
+        context_length = local.get("engine", {}).get("context_length")
+    own = description.tokenizer(manifest.prompts[prompt], add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    anew = ([] if start is None else [start]) + own
+    if context_length is not None:
+        anew = anew[: context_length - 1]
+    if ids == anew:
+        return
+    if local is None and ids == anew[: len(ids)]:
+        # Only harvest's own manifest says which context a run was cut to.
+        notes.append(f"prompt {prompt} was cut to {len(ids)} of its {len(anew)} tokens")
+        return
+    position = next(
+        (place for place, (id_, id_anew) in enumerate(zip(ids, anew, strict=False)) if id_ != id_anew), min(len(ids), len(anew))
+    )
+    yield Finding(
+        where, f"prompt {prompt} has other token ids than its text, from position {position}: {len(ids)} of them, anew {len(anew)}"
+    )
+
+
+def _describe(manifest: Manifest) -> Description:
+    """The model of a run: by the id that its user wrote, or by the place that it was found at then. Raises ModelError."""
+    try:
+        description = describe(find_model(manifest.model_id))
+    except ModelError:
+        if manifest.hf_repo == manifest.model_id:
+            raise
+        description = describe(find_model(manifest.hf_repo))
+    if max(manifest.layer_indices) >= description.n_layers:
+        raise ModelError(f"model: {manifest.model_id} has {description.n_layers} layers here, and the run holds {manifest.layer_indices}")
+    return description
+
+
+def _directions(run: Run) -> torch.Tensor | None:
+    """The directions of a run that projects, float64 [D, H]. Raises RequestError where they are not at hand."""
+    if run.manifest.contents == "activations":
+        return None
+    path = RunFolder(run.path).request
+    if not path.exists():
+        raise RequestError(f"--deep: the directions of a run stand in its request, and {path} is not there; leave --deep out")
+    tensor = HarvestRequest.check(json.loads(path.read_bytes()), limits=False).project_onto
+    return None if tensor is None else torch.from_numpy(tensor.directions()).double()

@@ -1,0 +1,51 @@
+"""A wish to stop, set from wherever it comes and looked at between batches: a signal, or another process's `harvest cancel`."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from harvest.errors import CancelledError, TerminatedError
+
+GOES_ON = "the shards that were finished stay, and the same command goes on with the rest"
+
+
+class StopFlag:
+    """Set once; never cleared. The first error that was asked for counts."""
+
+    def __init__(self) -> None:
+        self._error: CancelledError | None = None
+
+    def ask(self, error: CancelledError) -> None:
+        """Ask for a stop that `check` raises as this error. Safe from a signal handler and from other threads."""
+        self._error = self._error or error
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raise the error of the stop, where one was asked for."""
+        if self._error is not None:
+            raise self._error
+
+
+@contextmanager
+def stopping_on_signals(stop: StopFlag) -> Iterator[None]:
+    """Let SIGINT and SIGTERM ask for a stop. A second SIGINT raises KeyboardInterrupt at once: what is published is whole even then."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        if stop.is_set:
+            raise KeyboardInterrupt
+        stop.ask(CancelledError(f"stopped; {GOES_ON}"))
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        stop.ask(TerminatedError(f"stopped by SIGTERM; {GOES_ON}"))
+
+    before = signal.signal(signal.SIGINT, interrupt), signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])

@@ -1,0 +1,73 @@
+"""Models that would give wrong numbers are refused before anything is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import SMALL, TEXTS
+
+import harvest
+from harvest.errors import ModelError
+from harvest.model.soundness import check_stream
+
+IDS = np.array([256, 1, 2, 3, 4, 5], dtype=np.int32)
+
+
+class Decoder(torch.nn.Module):
+    """A decoder whose blocks are called in a given order, each on the stream of the one before or on another."""
+
+    def __init__(self, order: list[int], chained: bool = True, looks_ahead: bool = False) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(257, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.order, self.chained, self.looks_ahead = order, chained, looks_ahead
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+        stream = self.embed(input_ids)
+        for block in self.order:
+            stream = self.layers[block](stream if self.chained else stream + 1)
+            if self.looks_ahead:
+                stream += stream.mean(dim=1, keepdim=True)
+        return stream
+
+
+def test_a_decoder_passes() -> None:
+    check_stream(Decoder([0, 1, 2]), 3, IDS)
+    check_stream(Decoder([0, 1, 2]), 3, IDS[:1])
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (Decoder([0, 1, 2, 0, 1, 2]), "calls its 3 decoder blocks as 0, 1, 2, 0, 1, 2; harvest needs each once, in order"),
+        (Decoder([0, 2, 1]), "as 0, 2, 1;"),
+        (Decoder([0, 1]), "as 0, 1;"),
+        (Decoder([]), "as none at all;"),
+        (Decoder([0, 1, 2], chained=False), "decoder block 1 of Decoder does not take in what block 0 hands out"),
+        (Decoder([0, 1, 2], looks_ahead=True), r"changes by 0\.\d+ of its norm .* so it is not causal without a mask"),
+    ],
+)
+def test_what_would_give_wrong_numbers_is_refused(decoder: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        check_stream(decoder, 3, IDS)
+
+
+def test_no_hook_is_left() -> None:
+    decoder = Decoder([0, 1, 2])
+    check_stream(decoder, 3, IDS)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in decoder.modules())
+
+
+def test_an_encoder_that_loads_as_a_language_model_is_refused_and_nothing_is_written(save_model: Any, tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        **{**SMALL, "pad_token_id": 0}, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64
+    )
+    request = harvest.HarvestRequest(model=str(save_model(config)), prompts=TEXTS, layers="all")
+    with pytest.raises(ModelError, match="is not causal without a mask"):
+        harvest.run(request, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "job.json").read_text())["status"] == "failed"
+    assert not list((tmp_path / "run" / "shards").iterdir())

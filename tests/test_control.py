@@ -1,0 +1,177 @@
+"""Status and cancel, from another process than the one that works."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from conftest import DATA, tiny_request
+
+import harvest
+from harvest.contract import utc_now
+from harvest.control import cancel, status
+from harvest.errors import FolderError, NotARunError
+from harvest.output.folder import RunFolder
+from harvest.output.job import JobFile, read_job
+from harvest.output.presence import Presence, Process, read_process
+from harvest.stop import StopFlag
+
+SCHEMA = json.loads((DATA / "harvest_job.schema.json").read_text())
+
+# A run that works until it is stopped: a batch a prompt, and a pause after each.
+WORK = """
+import sys, time
+import harvest.model.capture as capture
+from harvest.cli import main
+read = capture.Capture.read
+def slowly(self, prompts):
+    time.sleep(0.05)
+    return read(self, prompts)
+capture.Capture.read = slowly
+sys.argv[0] = "harvest"
+main()
+"""
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise AssertionError("it did not come about in time")
+
+
+@pytest.fixture
+def working(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], RunFolder]]:
+    """A process that works on 2,000 prompts, 4 a shard, and has published a shard."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"prompt {i}\n" for i in range(2000)))
+    folder = RunFolder(tmp_path / "run")
+    command = ["run", "--prompts", str(prompts), "--out", str(folder.path), "--shard-size", "4", "--batch-tokens", "1", "--layers", "1"]
+    process = subprocess.Popen([sys.executable, "-c", WORK, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: process.poll() is not None or folder.record(0).exists())
+        assert process.poll() is None, process.communicate()[1]
+        yield process, folder
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def check(job: harvest.HarvestJob) -> harvest.HarvestJob:
+    jsonschema.validate(json.loads(job.to_json()), SCHEMA, format_checker=jsonschema.FormatChecker())
+    return job
+
+
+def published(folder: RunFolder) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in (folder.path / "shards").iterdir()}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (None, 130)])
+def test_a_stop_ends_the_run_after_its_batch_and_keeps_what_is_published(
+    number: int | None, code: int, working: tuple[subprocess.Popen[str], RunFolder]
+) -> None:
+    process, folder = working
+    assert check(status(folder)).status == "running"
+    before = time.monotonic()
+    if number is None:
+        answer = check(cancel(folder))
+    else:
+        process.send_signal(number)
+        answer = check(status(folder, wait_s=30))
+    assert time.monotonic() - before < 10
+    assert (answer.status, answer.tokens) == ("cancelled", answer.reserved_tokens)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == code, said
+    assert "the same command goes on with the rest" in said
+    assert not folder.process.exists()
+    assert not folder.cancel.exists()
+    names = published(folder)
+    assert names
+    assert all(folder.record(int(name[6:11])).exists() for name in names)
+    assert not [name for name in names if "tmp" in name]
+
+
+def test_a_killed_process_is_told_from_one_that_works(working: tuple[subprocess.Popen[str], RunFolder]) -> None:
+    process, folder = working
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    job = check(status(folder, wait_s=5))
+    assert (job.status, job.tokens) == ("failed", 0)
+    assert job.error is not None
+    assert f"process {process.pid} on " in job.error
+    stored = read_job(folder)
+    assert stored is not None
+    assert stored.status == "running", "a look changes nothing on disk"
+    assert check(cancel(folder)).status == "cancelled", "what a dead process left can be cancelled"
+
+
+def test_a_second_process_on_the_folder_is_told_of_the_first(working: tuple[subprocess.Popen[str], RunFolder]) -> None:
+    process, folder = working
+    with pytest.raises(FolderError, match=rf"process {process.pid} on .* is working on .*harvest cancel"):
+        harvest.run(tiny_request(), folder.path)
+
+
+def test_a_run_that_has_ended_stays_as_it_is(tiny_run: Path) -> None:
+    folder = RunFolder(tiny_run)
+    before = folder.job.read_bytes()
+    job = check(cancel(folder))
+    assert job.status == "done"
+    assert job.job_id == check(status(folder, wait_s=5)).job_id
+    assert folder.job.read_bytes() == before
+
+
+def test_a_queued_run_is_cancelled_without_a_charge(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    JobFile.begin(folder, None, model="tiny", n_prompts=1, reserved_tokens=9, layers=[0])
+    assert check(status(folder)).status == "pending"
+    job = check(cancel(folder))
+    assert (job.status, job.tokens, job.started_at) == ("cancelled", 0, None)
+
+
+def test_a_folder_without_a_job(tmp_path: Path) -> None:
+    with pytest.raises(NotARunError, match=r"holds no job\.json"):
+        status(RunFolder(tmp_path / "nowhere"))
+
+
+def test_a_process_of_the_same_number_that_was_born_later_is_another() -> None:
+    this = Process.this()
+    assert this.is_alive
+    assert not Process(this.host, this.pid, "1", this.beat_at).is_alive
+
+
+@pytest.mark.parametrize(("silent_s", "alive"), [(0, True), (60, True), (600, False)])
+def test_a_process_of_another_host_is_judged_by_its_heartbeat(silent_s: int, alive: bool) -> None:
+    beat_at = (utc_now() - timedelta(seconds=silent_s)).isoformat()
+    assert Process("another-host", os.getpid(), "", beat_at).is_alive == alive
+
+
+def test_presence_lasts_as_long_as_its_context(tmp_path: Path) -> None:
+    folder, stop = RunFolder(tmp_path), StopFlag()
+    with Presence(folder, stop):
+        process = read_process(folder)
+        assert process is not None
+        assert process.pid == os.getpid()
+        assert not stop.is_set
+        folder.cancel.touch()
+        wait_for(lambda: stop.is_set)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_commands(tiny_run: Path, tmp_path: Path) -> None:
+    for command in ("status", "cancel"):
+        done = subprocess.run([sys.executable, "-m", "harvest", command, str(tiny_run)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["status"] == "done"
+        done = subprocess.run([sys.executable, "-m", "harvest", command, str(tmp_path)], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "holds no job.json" in done.stderr
