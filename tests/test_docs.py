@@ -1,6 +1,8 @@
 """The README holds what is so: its code runs, its commands are those of the scripts, and its table is the errors' own."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -34,6 +36,11 @@ def test_the_first_screen_is_what_the_scripts_and_ci_run() -> None:
 def test_every_file_and_script_that_the_readme_names_is_there() -> None:
     for name in re.findall(r"\b(?:scripts|configs|tests)/[\w./-]*\w", README):
         assert (ROOT / name).exists(), name
+
+
+def test_get_smollm2_answers_the_folder_that_it_made(smollm2: Path) -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "get-smollm2"], capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == smollm2
 
 
 def test_the_table_of_exit_codes_is_that_of_the_errors() -> None:
