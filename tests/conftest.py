@@ -2,6 +2,10 @@
 
 import json
 import os
+
+# Before the libraries that read it: no test waits for a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,6 @@ import harvest
 from harvest.model.tiny import tiny_tokenizer
 from harvest.settings import cache_folder
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

@@ -54,12 +54,16 @@ def fetch(job: str, out: str, quiet: bool) -> None:
 @click.argument("runs", metavar="A B", nargs=2, type=click.Path(exists=True, file_okay=False))
 @click.option("--min-cosine", type=click.FloatRange(-1, 1), default=0.9997, show_default=True, metavar="C", help="Of each layer's mean.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object instead of a table.")
-def compare(runs: tuple[str, str], min_cosine: float, as_json: bool) -> None:
-    """Compare run B with A: token ids, then each layer. Exits with 1 where they differ, with 2 where they cannot be compared."""
-    from harvest.progress import ReadingReporter
+@click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+def compare(runs: tuple[str, str], min_cosine: float, as_json: bool, quiet: bool) -> None:
+    """Compare run B with run A, folders of either kind: their token ids, then each layer that both hold, over all tokens.
+
+    Exits with 1 where token ids differ or a layer's mean cosine is below --min-cosine, and with 2 where the two cannot be compared.
+    """
+    from harvest.progress import ReadingReporter, Silent
     from harvest.reading.compare import compare as compare_runs
 
-    comparison = compare_runs(*runs, min_cosine, ReadingReporter())
+    comparison = compare_runs(*runs, min_cosine, Silent() if quiet else ReadingReporter())
     click.echo(comparison.to_json() if as_json else comparison.to_text())
     sys.exit(0 if comparison.agrees else 1)
 
@@ -69,12 +73,16 @@ def compare(runs: tuple[str, str], min_cosine: float, as_json: bool) -> None:
 @click.option("--deep", type=click.IntRange(min=0), default=0, metavar="N", help="Read N prompts anew with the model, and compare.")
 @click.option("--device", default="auto", metavar="DEVICE", help="Where --deep computes: auto, cpu, cuda, cuda:N or mps. [default: auto]")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object instead of text.")
-def verify(folder: str, deep: int, device: str, as_json: bool) -> None:
-    """Check all files of a run against each other. Exits with 1 where something is wrong, each finding on a line that names its file."""
+@click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+def verify(folder: str, deep: int, device: str, as_json: bool, quiet: bool) -> None:
+    """Check a run folder of either kind: checksums, documents, shapes, that every value is finite, and the stats against all values.
+
+    Exits with 1 where something is wrong; each finding is a line that begins with its file.
+    """
     quiet_libraries()
-    from harvest.progress import ReadingReporter
+    from harvest.progress import ReadingReporter, Silent
     from harvest.reading.verify import verify as verify_run
 
-    verification = verify_run(folder, deep, device, ReadingReporter())
+    verification = verify_run(folder, deep, device, Silent() if quiet else ReadingReporter())
     click.echo(verification.to_json() if as_json else verification.to_text())
     sys.exit(0 if verification.is_sound else 1)

@@ -158,6 +158,13 @@ def check_request(folder: RunFolder, manifest: Manifest) -> Iterator[Finding]:
     yield from differing(where, same, _SAYS)
 
 
+def check_claim(folder: RunFolder, manifest: Manifest) -> Iterator[Finding]:
+    """The fingerprint that the folder was begun with, which a copy does not have, against the manifest's."""
+    held = None if is_copy(folder) else folder.fingerprint()
+    if held is not None:
+        yield from check_fingerprint(_below(folder, folder.record(0).parent), held, (manifest.local or {}).get("fingerprint", {}))
+
+
 def check_record(folder: RunFolder, index: int, manifest: Manifest) -> Iterator[Finding]:
     """The record of one shard, which a copy does not have, against the manifest."""
     path, entry = folder.record(index), manifest.shards[index]

@@ -30,8 +30,12 @@ def guarded(where: str, check: Iterator[Finding]) -> Iterator[Finding]:
 def differing(where: str, fields: Mapping[str, tuple[object, object]], says: str) -> Iterator[Finding]:
     """A finding for each field whose value here is not what another document says. fields: by name, the value here and the one there."""
     for name, (here, there) in fields.items():
-        if here != there:
-            yield Finding(where, f"{name} is {_shown(here)}, and {says} {_shown(there)}")
+        if here == there:
+            continue
+        if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+            place = next(place for place, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1])
+            name, here, there = f"{name}[{place}]", here[place], there[place]
+        yield Finding(where, f"{name} is {_shown(here)}, and {says} {_shown(there)}")
 
 
 def _shown(value: object) -> str:

@@ -73,28 +73,71 @@ class Reread:
         return [title, *([head, *rows] if rows else [])]
 
 
-def reread(path: Path, n_prompts: int, findings: list[Finding], device: str = "auto") -> Reread:
-    """Read so many prompts of a run, spread evenly over it, anew with its model; what does not agree is added to the findings.
+class Rereading:
+    """A run and what is needed to read its prompts anew; the weights are loaded when it begins."""
 
-    Raises NotARunError where the folder is no whole run, ModelError where its model is not to be had, RequestError for a device that is
-    not here, or for projections in a folder without the request that holds their directions.
-    """
-    run = Run(path)
-    manifest, local = run.manifest, run.manifest.local or {}
-    torch_device = resolve_device(device)
-    directions_DH = _directions(run)
-    description = _describe(manifest)
-    auto_dtype = "float32" if torch_device.type == "cpu" else description.dtype
-    compute_dtype = local.get("engine", {}).get("compute_dtype", auto_dtype)
-    tolerance = max(_STORED[manifest.dtype], _COMPUTED[compute_dtype])
-    decoder = load_decoder(description, torch_device, getattr(torch, compute_dtype))
-    rereading = _Rereading(run, description, decoder, directions_DH)
-    prompts = spread(n_prompts, run.n_prompts)
-    for prompt in prompts:
-        findings += rereading.check_prompt(prompt)
-    rows = [tally.figures(layer) for layer, tally in zip(run.layers, rereading.tallies, strict=True) if tally.n_tokens]
-    findings += _judge(rows, tolerance, manifest)
-    return Reread(prompts, compute_dtype, str(torch_device), tolerance, rows, rereading.notes)
+    def __init__(self, path: Path, device: str = "auto") -> None:
+        """Find all that may be missing before time is spent.
+
+        Raises NotARunError where the folder is no whole run, ModelError where its model is not to be had, RequestError for a device that
+        is not here, or for projections in a folder without the request that holds their directions.
+        """
+        self._run = Run(path)
+        manifest, local = self._run.manifest, self._run.manifest.local or {}
+        self._device = resolve_device(device)
+        self._directions_DH = _directions(self._run)
+        self._description = _describe(manifest)
+        self._check_shape()
+        auto_dtype = "float32" if self._device.type == "cpu" else self._description.dtype
+        self._compute_dtype = local.get("engine", {}).get("compute_dtype", auto_dtype)
+        self._tallies = [_Tally() for _ in self._run.layers]
+        self._notes: list[str] = []
+        here = self._description.revision
+        if (revision := local.get("model", {}).get("revision", here)) != here:
+            self._notes.append(f"the run was made with revision {revision} of {manifest.model_id}, and here it is {here}")
+
+    def read(self, n_prompts: int, findings: list[Finding]) -> Reread:
+        """Read so many prompts, spread evenly over the run, and compare; what does not agree is added to the findings."""
+        manifest = self._run.manifest
+        decoder = load_decoder(self._description, self._device, getattr(torch, self._compute_dtype))
+        prompts = spread(n_prompts, self._run.n_prompts)
+        for prompt in prompts:
+            findings += self._check_prompt(prompt, decoder)
+        rows = [tally.figures(layer) for layer, tally in zip(self._run.layers, self._tallies, strict=True) if tally.n_tokens]
+        tolerance = max(_STORED[manifest.dtype], _COMPUTED[self._compute_dtype])
+        findings += _judge(rows, tolerance, manifest)
+        return Reread(prompts, self._compute_dtype, str(self._device), tolerance, rows, self._notes)
+
+    def _check_shape(self) -> None:
+        """Raise ModelError where the model has too few layers, or another width than the run or its directions."""
+        run, description = self._run, self._description
+        width = run.width if self._directions_DH is None else self._directions_DH.shape[1]
+        if max(run.layers) >= description.n_layers or width != description.hidden_size:
+            raise ModelError(
+                f"model: {run.manifest.model_id} has {description.n_layers} layers of {description.hidden_size} values here, "
+                f"and the run was made with one of {width} values that has the layers {run.layers}"
+            )
+
+    def _check_prompt(self, prompt: int, decoder: torch.nn.Module) -> Iterator[Finding]:
+        """Read one prompt's stored ids anew and tally the values; findings are of what cannot be read, and of its ids."""
+        where = _shard_of(prompt, self._run.manifest)
+        try:
+            ids_T, stored_LTW = self._run.token_ids(prompt), self._run.prompt(prompt)
+        except NotARunError as error:
+            yield Finding(where, f"prompt {prompt} cannot be read ({error})")
+            return
+        yield from _check_ids(where, prompt, ids_T.tolist(), self._run.manifest, self._description, self._notes)
+        vocab_size = self._description.vocab_size
+        if int(ids_T.min()) < 0 or (vocab_size is not None and int(ids_T.max()) >= vocab_size):
+            yield Finding(
+                where, f"prompt {prompt} has token ids from {int(ids_T.min())} to {int(ids_T.max())}, of {vocab_size} in the model"
+            )
+            return
+
+        def tally(position: int, stream_TH: torch.Tensor) -> None:
+            self._tallies[position].add(prompt, stream_TH, stored_LTW[position].double(), self._directions_DH)
+
+        read_plain(decoder, self._description.n_layers, ids_T, self._run.layers, tally)
 
 
 def spread(n: int, n_prompts: int) -> list[int]:
@@ -138,44 +181,6 @@ def _hooks(blocks: torch.nn.ModuleList, layers: Sequence[int], visit: Callable[[
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Rereading:
-    """A run and its model while prompts are read anew. tallies: the agreement of each layer so far."""
-
-    def __init__(self, run: Run, description: Description, decoder: torch.nn.Module, directions_DH: torch.Tensor | None) -> None:
-        self.tallies = [_Tally() for _ in run.layers]
-        self.notes: list[str] = []
-        self._run = run
-        self._description = description
-        self._decoder = decoder
-        self._directions_DH = directions_DH
-        revision = (run.manifest.local or {}).get("model", {}).get("revision", description.revision)
-        if revision != description.revision:
-            self.notes.append(
-                f"the run was made with revision {revision} of {run.manifest.model_id}, and here it is {description.revision}"
-            )
-
-    def check_prompt(self, prompt: int) -> Iterator[Finding]:
-        """Read one prompt's stored ids anew and tally the values; findings are of what cannot be read, and of its ids."""
-        where = _shard_of(prompt, self._run.manifest)
-        try:
-            ids_T, stored_LTW = self._run.token_ids(prompt), self._run.prompt(prompt)
-        except NotARunError as error:
-            yield Finding(where, f"prompt {prompt} cannot be read ({error})")
-            return
-        yield from _check_ids(where, prompt, ids_T.tolist(), self._run.manifest, self._description, self.notes)
-        vocab_size = self._description.vocab_size
-        if int(ids_T.min()) < 0 or (vocab_size is not None and int(ids_T.max()) >= vocab_size):
-            yield Finding(
-                where, f"prompt {prompt} has token ids from {int(ids_T.min())} to {int(ids_T.max())}, of {vocab_size} in the model"
-            )
-            return
-
-        def tally(position: int, stream_TH: torch.Tensor) -> None:
-            self.tallies[position].add(prompt, stream_TH, stored_LTW[position].double(), self._directions_DH)
-
-        read_plain(self._decoder, self._description.n_layers, ids_T, self._run.layers, tally)
 
 
 class _Tally:
@@ -260,15 +265,13 @@ def _check_ids(
 
 
 def _describe(manifest: Manifest) -> Description:
-    """The model of a run: by the id that its user wrote, or by the place that it was found at then. Raises ModelError."""
+    """The model of a run: by the id that its user wrote, or by the place where it was found then. Raises ModelError."""
     try:
         description = describe(find_model(manifest.model_id))
     except ModelError:
         if manifest.hf_repo == manifest.model_id:
             raise
         description = describe(find_model(manifest.hf_repo))
-    if max(manifest.layer_indices) >= description.n_layers:
-        raise ModelError(f"model: {manifest.model_id} has {description.n_layers} layers here, and the run holds {manifest.layer_indices}")
     return description
 
 
@@ -277,7 +280,10 @@ def _directions(run: Run) -> torch.Tensor | None:
     if run.manifest.contents == "activations":
         return None
     path = RunFolder(run.path).request
-    if not path.exists():
-        raise RequestError(f"--deep: the directions of a run stand in its request, and {path} is not there; leave --deep out")
-    tensor = HarvestRequest.check(json.loads(path.read_bytes()), limits=False).project_onto
-    return None if tensor is None else torch.from_numpy(tensor.directions()).double()
+    try:
+        tensor = HarvestRequest.check(json.loads(path.read_bytes()), limits=False).project_onto
+    except (OSError, ValueError):
+        tensor = None
+    if tensor is None:
+        raise RequestError(f"--deep: the directions that a run projects onto stand in its request, and {path} has none; leave --deep out")
+    return torch.from_numpy(tensor.directions()).double()

@@ -116,7 +116,7 @@ def _check_shape(shard: Shard, entry: ShardEntry, manifest: Manifest) -> Iterato
     same = {
         "layers": (shard.layers, manifest.layer_indices),
         "prompts": (shard.prompts, entry.prompt_indices),
-        "the tokens of its prompts": (np.diff(shard.token_offsets).tolist(), prompt_lengths(entry)),
+        "prompt_lengths": (np.diff(shard.token_offsets).tolist(), prompt_lengths(entry)),
         "the first token": (shard.token_offsets[0], 0),
         "values a token": (shard.width, width_of(manifest)),
         "type of values": (str(shard.dtype).removeprefix("torch."), manifest.dtype),

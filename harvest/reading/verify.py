@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.numpy
@@ -19,8 +19,10 @@ from harvest.output.folder import Record, RunFolder
 from harvest.progress import Reporter, Silent
 from harvest.reading import documents
 from harvest.reading.findings import Finding, guarded
-from harvest.reading.reread import Reread, reread
 from harvest.reading.shard_checks import Sums, check_bytes, check_shard, layers_off
+
+if TYPE_CHECKING:
+    from harvest.reading.reread import Reread, Rereading
 
 _MANIFEST = "manifest.json"
 # Of the values' root mean square: stats are rounded to float32, which is right to 6e-8.
@@ -40,7 +42,7 @@ class Verification:
     n_prompts: int = 0
     n_tokens: int = 0
     n_bytes: int = 0
-    reread: Reread | None = None
+    reread: "Reread | None" = None
 
     @property
     def is_sound(self) -> bool:
@@ -67,7 +69,7 @@ class Verification:
 def verify(path: str | Path, deep: int = 0, device: str = "auto", reporter: Reporter | None = None) -> Verification:
     """Check a run folder of either kind; with `deep` also so many of its prompts, read anew with the model on a device.
 
-    Raises NotARunError where there is no folder, and with `deep` what `harvest.reading.reread.reread` raises.
+    Raises NotARunError where there is no folder, and with `deep` what `harvest.reading.reread.Rereading` raises.
     """
     folder = RunFolder(Path(path))
     if not folder.path.is_dir():
@@ -82,15 +84,26 @@ def verify(path: str | Path, deep: int = 0, device: str = "auto", reporter: Repo
         (_MANIFEST, documents.check_manifest(folder, manifest)),
         (folder.job.name, documents.check_job(folder, manifest)),
         (folder.request.name, documents.check_request(folder, manifest)),
-        (folder.path.name, documents.check_strangers(folder, manifest)),
+        ("records", documents.check_claim(folder, manifest)),
+        ("shards", documents.check_strangers(folder, manifest)),
     ):
         result.findings += guarded(where, check)
     is_clear = all(finding.where != _MANIFEST for finding in result.findings)
+    rereading = _prepare_rereading(folder, device) if deep and is_clear else None
     _check_shards(folder, manifest, is_clear, result, reporter or Silent())
-    if deep and is_clear:
-        result.reread = reread(folder.path, deep, result.findings, device)
+    if deep and rereading is None:
+        result.notes.append("no prompt was read anew, since manifest.json contradicts itself")
+    if rereading is not None:
+        result.reread = rereading.read(deep, result.findings)
         result.notes += result.reread.notes
     return result
+
+
+def _prepare_rereading(folder: RunFolder, device: str) -> "Rereading":
+    # It brings transformers, which takes seconds to import, and which no other check needs.
+    from harvest.reading.reread import Rereading
+
+    return Rereading(folder.path, device)
 
 
 def _check_published(folder: RunFolder) -> Iterator[Finding]:
@@ -127,13 +140,16 @@ def _check_shards(folder: RunFolder, manifest: Manifest, is_clear: bool, result:
 
 def _check_one(folder: RunFolder, index: int, manifest: Manifest, sums: Sums | None) -> Iterator[Finding]:
     entry, path = manifest.shards[index], folder.path / manifest.shards[index].key
-    yield from documents.check_record(folder, index, manifest)
-    record = Record.read(folder.record(index))
+    at_record = list(documents.check_record(folder, index, manifest))
+    yield from at_record
     digests = documents.digests(manifest, entry.key)
-    name = folder.record(index).relative_to(folder.path).as_posix()
-    if record is not None:
-        digests[name] = f"sha256:{record.sha256}"
-    damages = list(check_bytes(path, entry.key, digests, (name, record.bytes) if record else None))
+    record = Record.read(folder.record(index))
+    published = None
+    # A record that is wrong itself says nothing of the shard.
+    if record is not None and not at_record:
+        published = folder.record(index).relative_to(folder.path).as_posix(), record.bytes
+        digests[published[0]] = f"sha256:{record.sha256}"
+    damages = list(check_bytes(path, entry.key, digests, published))
     yield from damages
     if all(damage.where != entry.key for damage in damages) and sums is not None:
         yield from check_shard(path, entry, manifest, sums)
