@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from harvest.errors import ModelError
 from harvest.model import tiny
@@ -81,14 +82,29 @@ def load_decoder(description: Description, device: torch.device, dtype: torch.dt
     source = description.source
     if source.is_tiny:
         model: Any = tiny.tiny_model()
-        model = model.to(device=device, dtype=dtype)
+        decoder: torch.nn.Module = model.to(device=device, dtype=dtype).get_decoder()
     else:
         # An explicit device map makes the weights go to the device as they are read, and not through a second copy in host memory.
-        model = _from_pretrained(transformers.AutoModelForCausalLM, source, dtype=dtype, device_map={"": device})
-    decoder: torch.nn.Module = model.get_decoder()
+        kwargs = {"dtype": dtype, "device_map": {"": device}, "output_loading_info": True}
+        model, info = _from_pretrained(transformers.AutoModelForCausalLM, source, **kwargs)
+        decoder = model.get_decoder()
+        _check_weights(source, decoder, model, info)
     decoder.eval()
     decoder.requires_grad_(False)
     return decoder
+
+
+def _check_weights(source: Source, decoder: torch.nn.Module, model: Any, info: dict[str, Any]) -> None:
+    """Refuse a decoder with weights that its files do not hold: transformers fills them with random numbers, and only warns."""
+    own = {id(tensor) for tensor in decoder.state_dict(keep_vars=True).values()}
+    tensors = model.state_dict(keep_vars=True)
+    made_up = sorted(name for name in info["missing_keys"] if id(tensors.get(name)) in own)
+    if made_up:
+        shown = ", ".join(made_up[:3]) + (", …" if len(made_up) > 3 else "")
+        raise ModelError(
+            f"model: the files of {source.name} lack {len(made_up)} of the decoder's tensors ({shown}), which would be random numbers; "
+            "complete the files, or name the model that they belong to"
+        )
 
 
 def _check_architecture(source: Source, config: Any) -> None:
@@ -106,7 +122,7 @@ def _from_pretrained(auto_class: Any, source: Source, **kwargs: Any) -> Any:
         kwargs["gguf_file"] = source.gguf_file
     try:
         return auto_class.from_pretrained(source.location, **kwargs)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         what = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(auto_class.__name__, "weights")
         reason = str(error).strip().split("\n")[0]
         hint = (
