@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import SMALL, TEXTS
+from conftest import LLAMA_LIKE, SMALL, TEXTS
 
 import harvest
 from harvest.errors import ModelError
@@ -20,7 +20,7 @@ IDS = np.array([256, 1, 2, 3, 4, 5], dtype=np.int32)
 class Decoder(torch.nn.Module):
     """A decoder whose blocks are called in a given order, each on the stream of the one before or on another."""
 
-    def __init__(self, order: list[int], chained: bool = True, looks_ahead: bool = False) -> None:
+    def __init__(self, order: list[int], chained: bool = True, looks_ahead: str = "") -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(257, 8)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
@@ -30,8 +30,10 @@ class Decoder(torch.nn.Module):
         stream = self.embed(input_ids)
         for block in self.order:
             stream = self.layers[block](stream if self.chained else stream + 1)
-            if self.looks_ahead:
+            if self.looks_ahead == "at all":
                 stream += stream.mean(dim=1, keepdim=True)
+            if self.looks_ahead == "by one":
+                stream += 0.1 * stream.roll(-1, dims=1)
         return stream
 
 
@@ -48,18 +50,29 @@ def test_a_decoder_passes() -> None:
         (Decoder([0, 1]), "as 0, 1;"),
         (Decoder([]), "as none at all;"),
         (Decoder([0, 1, 2], chained=False), "decoder block 1 of Decoder does not take in what block 0 hands out"),
-        (Decoder([0, 1, 2], looks_ahead=True), r"changes by 0\.\d+ of its norm .* so it is not causal without a mask"),
+        (Decoder([0, 1, 2], looks_ahead="at all"), r"changes by .* of its norm .* so it is not causal without a mask"),
+        (Decoder([0, 1, 2], looks_ahead="by one"), "so it is not causal without a mask"),
+        (Decoder([0, 1, 2], looks_ahead="by one").bfloat16(), "so it is not causal without a mask"),
     ],
 )
 def test_what_would_give_wrong_numbers_is_refused(decoder: Any, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        check_stream(decoder, 3, IDS)
+    for ids in (IDS, IDS[:2], IDS[:3], np.repeat(IDS[1:2], 6), np.concatenate([IDS, IDS[::-1]])):
+        with pytest.raises(ModelError, match=message):
+            check_stream(decoder, 3, ids)
 
 
 def test_no_hook_is_left() -> None:
     decoder = Decoder([0, 1, 2])
     check_stream(decoder, 3, IDS)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in decoder.modules())
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_short_look_ahead_is_refused_in_either_type(compute: Any, save_model: Any, tmp_path: Path) -> None:
+    config = transformers.Gemma3TextConfig(**LLAMA_LIKE, head_dim=8, sliding_window=4, use_bidirectional_attention=True)
+    request = harvest.HarvestRequest(model=str(save_model(config)), prompts=TEXTS, layers="all")
+    with pytest.raises(ModelError, match="is not causal without a mask"):
+        harvest.run(request, tmp_path / "run", harvest.Engine(compute_dtype=compute))
 
 
 def test_an_encoder_that_loads_as_a_language_model_is_refused_and_nothing_is_written(save_model: Any, tmp_path: Path) -> None:
