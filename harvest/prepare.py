@@ -83,7 +83,14 @@ def prepare(request: HarvestRequest, engine: Engine, reporter: Reporter) -> Prep
     else:
         about["directions"] = f"sha256:{hashlib.sha256(directions_DH.tobytes()).hexdigest()}"
         layout = ShardLayout("projections", tuple(layers), len(directions_DH), settings.store_dtype, settings.codec, about)
-    plan = make_plan(tokens.lengths, request.shard_size, layout.token_bytes, settings.window_bytes, settings.batch_tokens)
+    plan = make_plan(
+        tokens.lengths,
+        request.shard_size,
+        layout.token_bytes,
+        settings.window_bytes,
+        settings.batch_tokens,
+        description.length_switches,
+    )
     fingerprint = {
         **request.model_dump(exclude={"prompts", "layers", "project_onto"}),
         **about,

@@ -68,6 +68,10 @@ def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            # The usual initial weights are so small that attention, its window and its positions hardly show in the stream.
+            for weights in model.parameters():
+                if weights.dim() > 1:
+                    torch.nn.init.normal_(weights, std=0.2)
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
         return folder

@@ -77,15 +77,27 @@ class Plan:
     shards: tuple[Shard, ...]
     windows: tuple[Window, ...]
     batch_tokens: int
+    length_switches: tuple[int, ...]
 
     def batches(self, window: Window) -> Iterator[list[int]]:
         """The prompts of each batch of a window, longest first; rows * longest stays within batch_tokens, save for a single prompt."""
         order = window.first + np.argsort(-self.lengths[window.first : window.end], kind="stable")
-        for first, end in _cheapest_cuts(self.lengths[order], self.batch_tokens):
-            yield order[first:end].tolist()
+        # Prompts on both sides of a switch never share a batch.
+        edges = [int((self.lengths[order] > switch).sum()) for switch in reversed(self.length_switches)]
+        for group in np.split(order, edges):
+            if len(group):
+                for first, end in _cheapest_cuts(self.lengths[group], self.batch_tokens):
+                    yield group[first:end].tolist()
 
 
-def make_plan(lengths: npt.NDArray[np.int64], shard_size: int, token_bytes: int, window_bytes: int, batch_tokens: int) -> Plan:
+def make_plan(
+    lengths: npt.NDArray[np.int64],
+    shard_size: int,
+    token_bytes: int,
+    window_bytes: int,
+    batch_tokens: int,
+    length_switches: tuple[int, ...] = (),
+) -> Plan:
     """Plan a run.
 
     lengths: int64 [prompt], tokens of each prompt.
@@ -93,6 +105,7 @@ def make_plan(lengths: npt.NDArray[np.int64], shard_size: int, token_bytes: int,
     window_bytes: host memory for captured rows. A window takes at most half, so that one fills while the one before is written;
         a single prompt that is larger makes a window of its own.
     batch_tokens: padded tokens of one forward pass.
+    length_switches: lengths above which the model reads a whole batch otherwise, ascending.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     max_tokens = min(max(1, window_bytes // 2 // token_bytes), _WINDOW_BATCHES * batch_tokens)
@@ -100,7 +113,7 @@ def make_plan(lengths: npt.NDArray[np.int64], shard_size: int, token_bytes: int,
         Shard(index, first, end := min(first + shard_size, len(lengths)), int(offsets[end] - offsets[first]))
         for index, first in enumerate(range(0, len(lengths), shard_size))
     )
-    return Plan(lengths, shards, tuple(_windows(shards, offsets, max_tokens)), batch_tokens)
+    return Plan(lengths, shards, tuple(_windows(shards, offsets, max_tokens)), batch_tokens, length_switches)
 
 
 def _windows(shards: tuple[Shard, ...], offsets: npt.NDArray[np.int64], max_tokens: int) -> Iterator[Window]:

@@ -27,6 +27,7 @@ class Description:
     repository: the Hugging Face id, the folder, or "tiny".
     revision: the Hub's commit, or a digest of the folder's files.
     context_length: tokens, or None where the architecture has no limit.
+    length_switches: lengths above which the model reads a whole batch otherwise, ascending; see `find_length_switches`.
     dtype: the type to compute in by default: that of the weights, or bfloat16 where they are in none of the three types.
     """
 
@@ -39,6 +40,7 @@ class Description:
     hidden_size: int
     vocab_size: int | None
     context_length: int | None
+    length_switches: tuple[int, ...]
     dtype: str
 
 
@@ -62,6 +64,7 @@ def describe(source: Source) -> Description:
         hidden_size=text.hidden_size,
         vocab_size=getattr(text, "vocab_size", None),
         context_length=source.context_length or max_context(config),
+        length_switches=find_length_switches(text),
         dtype=source.dtype or _dtype_name(text.dtype or config.dtype),
     )
 
@@ -75,6 +78,19 @@ def max_context(config: Any) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+def find_length_switches(text_config: Any) -> tuple[int, ...]:
+    """The lengths, in tokens, above which LongRoPE takes its long factors, ascending; none for other models.
+
+    transformers looks at the longest position of a batch, padding included (`longrope_frequency_update` in modeling_rope_utils.py), so a
+    short prompt in a long batch would be read with the wrong rotary frequencies.
+    """
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    # One set for all layers, or one by the kind of layer.
+    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    switches = {entry.get("original_max_position_embeddings") for entry in sets if entry.get("rope_type") == "longrope"}
+    return tuple(sorted(length for length in switches if isinstance(length, int)))
 
 
 def load_decoder(description: Description, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:

@@ -244,3 +244,12 @@ def test_batches_of_varied_lengths_are_padded_by_under_a_twentieth(shard_size: i
     assert padded < 1.05 * plan.lengths.sum()
     # No padding is no art in many small batches: these are more than half full.
     assert padded > 0.5 * 2048 * len(batches)
+
+
+def test_prompts_on_both_sides_of_a_switch_never_share_a_batch() -> None:
+    lengths = np.array([10, 41, 40, 39, 100, 101, 99, 5, 70])
+    plan = make_plan(lengths, 4, 1, 1 << 30, 10_000, length_switches=(40, 99))
+    batches = [batch for window in plan.windows for batch in plan.batches(window)]
+    assert [sorted(lengths[batch].tolist()) for batch in batches] == [[100, 101], [41, 70, 99], [5, 10, 39, 40]]
+    one = make_plan(lengths, 4, 1, 1 << 30, 10_000)
+    assert len(list(one.batches(one.windows[0]))) < 3

@@ -17,6 +17,20 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
     "llama": (lambda: transformers.LlamaConfig(**LLAMA_LIKE), "model.norm"),
     "mistral, sliding window": (lambda: transformers.MistralConfig(**LLAMA_LIKE, sliding_window=8), "model.norm"),
     "mixtral": (lambda: transformers.MixtralConfig(**LLAMA_LIKE, num_local_experts=4), "model.norm"),
+    "phi3, long rope": (
+        lambda: transformers.Phi3Config(
+            **LLAMA_LIKE,
+            original_max_position_embeddings=40,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.5, 3.0, 6.0, 12.0],
+                "original_max_position_embeddings": 40,
+            },
+        ),
+        "model.norm",
+    ),
     "qwen3": (lambda: transformers.Qwen3Config(**LLAMA_LIKE, head_dim=8), "model.norm"),
     "gemma3": (lambda: transformers.Gemma3TextConfig(**LLAMA_LIKE, head_dim=8, sliding_window=16), "model.norm"),
     "olmo2": (lambda: transformers.Olmo2Config(**LLAMA_LIKE), "model.norm"),
@@ -67,7 +81,7 @@ def test_every_layer_of_a_family_equals_a_forward_of_one_prompt_without_padding(
     config, final_norm = FAMILIES[family]
     folder = save_model(config())
     request = harvest.HarvestRequest(model=str(folder), prompts=TEXTS, layers="all", shard_size=4)
-    harvest.run(request, tmp_path / "run", harvest.Engine(store_dtype="float32", batch_tokens=160))
+    harvest.run(request, tmp_path / "run", harvest.Engine(store_dtype="float32", batch_tokens=640))
     run = harvest.open(tmp_path / "run")
     assert run.layers == [0, 1, 2, 3]
     assert [len(run.token_ids(i)) for i in range(run.n_prompts)] == [1 + len(text.encode()) for text in TEXTS]
