@@ -7,7 +7,7 @@ from harvest.errors import NotARunError
 from harvest.output import durable
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, read_job, with_fresh_links
-from harvest.output.presence import read_process
+from harvest.output.presence import claims, live_claims
 from harvest.stop import GOES_ON
 
 _LOOK_EVERY_S = 0.1
@@ -31,41 +31,46 @@ def status(folder: RunFolder, wait_s: float = 0.0) -> HarvestJob:
 
 def working(folder: RunFolder) -> HarvestJob | None:
     """The job of a folder that a process works on now; None where none does."""
-    process = read_process(folder)
-    return read_job(folder) if process is not None and process.is_alive else None
+    return read_job(folder) if live_claims(folder) else None
 
 
 def cancel(folder: RunFolder) -> HarvestJob:
-    """Cancel a queued or running run and answer its job; one that has ended stays as it is. Raises NotARunError where there is no job."""
+    """Cancel a queued or running run and answer its job; one that has ended stays as it is. Raises NotARunError where there is no job.
+
+    All processes that work on it are asked to stop, and waited for.
+    """
     job = _read(folder)
+    if live_claims(folder):
+        durable.write_whole(folder.cancel, b"{}")
+        deadline = time.monotonic() + _CANCEL_WITHIN_S
+        while live_claims(folder) and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+        job = _answer(folder)
     if job.status in ENDED:
         return with_fresh_links(folder, job)
-    process = read_process(folder)
-    if process is None or not process.is_alive:
-        file = JobFile(folder, job)
+    file = JobFile(folder, _read(folder))
+    if not live_claims(folder):
         file.cancel()
-        return file.job
-    durable.write_whole(folder.cancel, b"{}")
-    deadline = time.monotonic() + _CANCEL_WITHIN_S
-    while (job := _answer(folder)).status not in ENDED and time.monotonic() < deadline:
-        time.sleep(_LOOK_EVERY_S)
-    return job
+    return file.job
 
 
 def _answer(folder: RunFolder) -> HarvestJob:
     job = _read(folder)
     if job.status in ENDED:
         return with_fresh_links(folder, job)
-    process = read_process(folder)
-    if (process is not None and process.is_alive) or (process is None and job.status == "pending"):
+    found = claims(folder)
+    if any(claim.is_alive for claim in found):
         return job
-    # Between the two looks the process may have ended as it should.
+    # Between the two looks the processes may have ended as they should.
     job = _read(folder)
     if job.status in ENDED:
         return with_fresh_links(folder, job)
-    who = str(process) if process else "the process that worked on it"
-    reason = f"{who} ended without a word; {GOES_ON}"
-    return job.model_copy(update={"status": "failed", "tokens": 0, "completed_at": process and process.beat_time, "error": reason})
+    if not found:
+        # Whoever ends in order takes its claim away: the rest waits for its parts to be started.
+        return job.model_copy(update={"status": "pending", "tokens": None, "started_at": None})
+    last = max(found, key=lambda claim: claim.beat_at)
+    reason = f"{last} ended without a word; {GOES_ON}"
+    return job.model_copy(update={"status": "failed", "tokens": 0, "completed_at": last.beat_at, "error": reason})
 
 
 def _read(folder: RunFolder) -> HarvestJob:

@@ -12,7 +12,8 @@
     ├── CompareError             2   two runs that cannot be compared
     └── NotARunError             1   what was opened is no run, no shard, or not whole
     CancelledError             130   stopped by Ctrl-C or `harvest cancel`
-    └── TerminatedError        143   stopped by SIGTERM
+    ├── TerminatedError        143   stopped by SIGTERM
+    └── RequeuedError           75   stopped by SIGTERM, to be started again: --on-term requeue
 
 The command shows a HarvestError as one message, without a traceback. Anything else is a bug and keeps its traceback.
 """
@@ -78,3 +79,10 @@ class TerminatedError(CancelledError):
     """The run was stopped by SIGTERM, as schedulers send it; its published shards stay."""
 
     exit_code = 143
+
+
+class RequeuedError(CancelledError):
+    """The run was stopped by SIGTERM and will be started again, as --on-term requeue says; its published shards stay."""
+
+    # EX_TEMPFAIL of sysexits.h: a failure that another attempt mends.
+    exit_code = 75

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from harvest.asked import digest_prompts
 from harvest.errors import RequestError
 from harvest.input.plan import Plan, make_plan
 from harvest.input.tokens import Tokens, tokenize
@@ -19,9 +20,11 @@ from harvest.model.start_token import start_token_id
 from harvest.output.codecs import default_codec
 from harvest.output.folder import Fingerprint
 from harvest.output.layout import FORMAT_VERSION, ShardLayout
+from harvest.parts import ALONE, Rank
 from harvest.progress import Reporter
 from harvest.request import HarvestRequest
 from harvest.settings import Dtype, Engine
+from harvest.stop import StopFlag
 
 # Padded tokens of one forward pass by kind of device. Fixed figures, not ones read off the device: the batches, and with them the last
 # bits of the result, must not depend on how much memory happens to be free.
@@ -54,6 +57,7 @@ class Prepared:
     layout: ShardLayout
     plan: Plan
     fingerprint: Fingerprint
+    allow_nonfinite: bool
 
     @property
     def reserved_tokens(self) -> int:
@@ -66,11 +70,11 @@ class Prepared:
         return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
 
 
-def prepare(request: HarvestRequest, engine: Engine, reporter: Reporter) -> Prepared:
+def prepare(request: HarvestRequest, engine: Engine, reporter: Reporter, stop: StopFlag, rank: Rank = ALONE) -> Prepared:
     """Decide everything that can be decided without the model's weights. Raises RequestError."""
-    device = resolve_device(engine.device)
+    device = resolve_device(engine.device, rank, reporter.note)
     source = find_model(request.model)
-    description = describe(source)
+    description = describe(source, stop.check)
     if source.is_tiny:
         reporter.note("tiny has random weights: it shows how harvest works, and its numbers mean nothing")
     layers = request.resolve_layers(description.n_layers)
@@ -97,12 +101,12 @@ def prepare(request: HarvestRequest, engine: Engine, reporter: Reporter) -> Prep
         **asdict(settings),
         # Which of several cards computed is no difference; that it was a card is.
         "device": device.type,
-        "prompts": _digest(request.prompts),
+        "prompts": digest_prompts(request.prompts),
         "n_prompts": len(request.prompts),
         "start_token_id": tokens.start_token_id,
         "shard_format": FORMAT_VERSION,
     }
-    return Prepared(request, description, settings, layers, tokens, directions_DH, layout, plan, fingerprint)
+    return Prepared(request, description, settings, layers, tokens, directions_DH, layout, plan, fingerprint, engine.allow_nonfinite)
 
 
 def _directions(request: HarvestRequest, engine: Engine, description: Description) -> npt.NDArray[np.float32] | None:
@@ -164,11 +168,3 @@ def _prompts(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"prompt {numbers[0]}"
     return f"{len(numbers)} prompts (numbers {', '.join(map(str, numbers[:5]))}{', …' if len(numbers) > 5 else ''})"
-
-
-def _digest(texts: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        raw = text.encode()
-        digest.update(len(raw).to_bytes(8, "little") + raw)
-    return f"sha256:{digest.hexdigest()}"

@@ -66,7 +66,7 @@ class StderrReporter:
     def advance(self, n_tokens: int) -> None:
         self._done += n_tokens
         if self._bar is not None:
-            self._bar.set_postfix_str(_size(self._bytes) if self._bytes else "", refresh=False)
+            self._bar.set_postfix_str(size(self._bytes) if self._bytes else "", refresh=False)
             self._bar.update(n_tokens)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_EVERY_S
@@ -77,7 +77,7 @@ class StderrReporter:
 
     def end(self) -> None:
         if self._bar is not None:
-            self._bar.set_postfix_str(_size(self._bytes) if self._bytes else "")
+            self._bar.set_postfix_str(size(self._bytes) if self._bytes else "")
             self._bar.close()
             self._bar = None
         elif self._done > self._first_done:
@@ -90,7 +90,7 @@ class StderrReporter:
         self.note(self._so_far(rate) + left)
 
     def _so_far(self, rate: float) -> str:
-        return f"{self._done:,} of {self._total:,} tokens, {rate:,.0f} tokens/s, {_size(self._bytes)} written"
+        return f"{self._done:,} of {self._total:,} tokens, {rate:,.0f} tokens/s, {size(self._bytes)} written"
 
 
 class DownloadReporter(StderrReporter):
@@ -99,7 +99,7 @@ class DownloadReporter(StderrReporter):
     _UNIT = "B"
 
     def _so_far(self, rate: float) -> str:
-        return f"{_size(self._done)} of {_size(self._total)}, {_size(rate)}/s"
+        return f"{size(self._done)} of {size(self._total)}, {size(rate)}/s"
 
 
 class ReadingReporter(StderrReporter):
@@ -109,7 +109,8 @@ class ReadingReporter(StderrReporter):
         return f"{self._done:,} of {self._total:,} tokens, {rate:,.0f} tokens/s"
 
 
-def _size(n_bytes: float) -> str:
+def size(n_bytes: float) -> str:
+    """So many bytes to read, in three digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if n_bytes < 1000:
             return f"{n_bytes:.3g} {unit}"

@@ -32,6 +32,7 @@ class Engine(BaseModel):
     context_length: int | None = Field(default=None, ge=2, description="Tokens of context; a prompt keeps its first context - 1.")
     batch_tokens: int | None = Field(default=None, ge=1, description="Padded tokens of one forward pass.")
     window_bytes: int = Field(default=2 * GIB, ge=1, description="Host memory for captured rows, in bytes.")
+    allow_nonfinite: bool = Field(default=False, description="Store NaN and inf where the model computes them, and count them.")
 
 
 def cache_folder() -> Path:

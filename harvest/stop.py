@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from harvest.errors import CancelledError, TerminatedError
+from harvest.errors import CancelledError, HarvestError, RequeuedError, TerminatedError
 
 GOES_ON = "the shards that were finished stay, and the same command goes on with the rest"
 
@@ -14,9 +14,9 @@ class StopFlag:
     """Set once; never cleared. The first error that was asked for counts."""
 
     def __init__(self) -> None:
-        self._error: CancelledError | None = None
+        self._error: HarvestError | None = None
 
-    def ask(self, error: CancelledError) -> None:
+    def ask(self, error: HarvestError) -> None:
         """Ask for a stop that `check` raises as this error. Safe from a signal handler and from other threads."""
         self._error = self._error or error
 
@@ -32,8 +32,11 @@ class StopFlag:
 
 
 @contextmanager
-def stopping_on_signals(stop: StopFlag) -> Iterator[None]:
-    """Let SIGINT and SIGTERM ask for a stop. A second SIGINT raises KeyboardInterrupt at once: what is published is whole even then."""
+def stopping_on_signals(stop: StopFlag, requeues: bool = False) -> Iterator[None]:
+    """Let SIGINT and SIGTERM ask for a stop. A second SIGINT raises KeyboardInterrupt at once: what is published is whole even then.
+
+    requeues: a SIGTERM is a scheduler's, which will start the same command again.
+    """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         if stop.is_set:
@@ -41,7 +44,8 @@ def stopping_on_signals(stop: StopFlag) -> Iterator[None]:
         stop.ask(CancelledError(f"stopped; {GOES_ON}"))
 
     def terminate(_number: int, _frame: FrameType | None) -> None:
-        stop.ask(TerminatedError(f"stopped by SIGTERM; {GOES_ON}"))
+        error = RequeuedError if requeues else TerminatedError
+        stop.ask(error(f"stopped by SIGTERM; {GOES_ON}"))
 
     before = signal.signal(signal.SIGINT, interrupt), signal.signal(signal.SIGTERM, terminate)
     try:

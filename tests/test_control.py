@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import pytest
 from conftest import DATA, tiny_request
 
 import harvest
-from harvest.contract import utc_now
 from harvest.control import cancel, status
 from harvest.errors import FolderError, NotARunError
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, read_job
-from harvest.output.presence import Presence, Process, read_process
+from harvest.output.presence import Presence, claims
+from harvest.output.process import Process
 from harvest.stop import StopFlag
 
 SCHEMA = json.loads((DATA / "harvest_job.schema.json").read_text())
@@ -93,12 +93,22 @@ def test_a_stop_ends_the_run_after_its_batch_and_keeps_what_is_published(
     _, said = process.communicate(timeout=30)
     assert process.returncode == code, said
     assert "the same command goes on with the rest" in said
-    assert not folder.process.exists()
+    assert not folder.processes.exists()
     assert not folder.cancel.exists()
     names = published(folder)
     assert names
     assert all(folder.record(int(name[6:11])).exists() for name in names)
     assert not [name for name in names if "tmp" in name]
+
+
+def claim_of_another_machine(folder: RunFolder, silent_s: float, **fields: Any) -> Path:
+    """A claim of the whole run by process 7 of the host elsewhere, last heard of so many seconds ago."""
+    folder.processes.mkdir(exist_ok=True)
+    path = folder.processes / "part-0-of-1-1.json"
+    process = replace(Process.this(""), host="elsewhere", machine="elsewhere", pid=7, **fields)
+    path.write_text(json.dumps(asdict(process)))
+    os.utime(path, (time.time() - silent_s,) * 2)
+    return path
 
 
 def test_a_killed_process_is_told_from_one_that_works(working: tuple[subprocess.Popen[str], RunFolder]) -> None:
@@ -144,23 +154,36 @@ def test_a_folder_without_a_job(tmp_path: Path) -> None:
 
 
 def test_a_process_of_the_same_number_that_was_born_later_is_another() -> None:
-    this = Process.this()
-    assert this.is_alive
-    assert not Process(this.host, this.pid, "1", this.beat_at).is_alive
+    this = Process.this("")
+    assert this.is_here
+    assert this.runs
+    assert not replace(this, birth="1").runs
+
+
+def test_a_process_that_ended_and_is_not_waited_for_does_not_run() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    stat = Path(f"/proc/{child.pid}/stat")
+    process = replace(Process.this(""), pid=child.pid, birth=stat.read_text().split()[21])
+    assert process.runs
+    child.kill()
+    wait_for(lambda: stat.read_text().split()[2] == "Z")
+    assert not process.runs
+    child.communicate()
 
 
 @pytest.mark.parametrize(("silent_s", "alive"), [(0, True), (60, True), (600, False)])
-def test_a_process_of_another_host_is_judged_by_its_heartbeat(silent_s: int, alive: bool) -> None:
-    beat_at = (utc_now() - timedelta(seconds=silent_s)).isoformat()
-    assert Process("another-host", os.getpid(), "", beat_at).is_alive == alive
+def test_a_process_of_another_machine_is_judged_by_its_signs_of_life(silent_s: int, alive: bool, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    claim_of_another_machine(folder, silent_s)
+    assert [claim.is_alive for claim in claims(folder)] == [alive]
 
 
 def test_presence_lasts_as_long_as_its_context(tmp_path: Path) -> None:
     folder, stop = RunFolder(tmp_path), StopFlag()
     with Presence(folder, stop):
-        process = read_process(folder)
-        assert process is not None
-        assert process.pid == os.getpid()
+        (claim,) = claims(folder)
+        assert claim.process.pid == os.getpid()
+        assert claim.is_alive
         assert not stop.is_set
         folder.cancel.touch()
         wait_for(lambda: stop.is_set)

@@ -49,16 +49,41 @@ DEFAULT_ROOT = "runs"
 @click.option("--context-length", type=int, metavar="N", help="Tokens of context; a prompt keeps its first N - 1. [default: the model's]")
 @click.option("--batch-tokens", type=int, metavar="N", help="Padded tokens of one forward pass. [default: by device]")
 @click.option("--window-bytes", type=int, metavar="N", help="Host memory for captured rows, in bytes. [default: 2 GiB]")
+@click.option("--allow-nonfinite", is_flag=True, default=None, help="Store NaN and inf where the model computes them, and count them.")
+@click.option("--overwrite", is_flag=True, help="Remove what a run left in the folder, and start anew.")
+@click.option("--no-space-check", is_flag=True, help="Start even where the disk seems too small for the run.")
+@click.option("--part", metavar="I/N", help="Take share I, from 0, of N; N such commands on one folder make the run. [default: 0/1]")
+@click.option(
+    "--on-term",
+    type=click.Choice(["cancel", "requeue"]),
+    default="cancel",
+    show_default=True,
+    help="After SIGTERM: the job is cancelled, exit code 143; or pending, to be started again, exit code 75.",
+)
 @click.option("--quiet", "-q", is_flag=True, help="No progress and no notes on stderr.")
-def run(out: str | None, out_root: str | None, idempotency_key: str | None, quiet: bool, no_limits: bool, **options: Any) -> None:
+def run(
+    out: str | None,
+    out_root: str | None,
+    idempotency_key: str | None,
+    quiet: bool,
+    no_limits: bool,
+    overwrite: bool,
+    no_space_check: bool,
+    part: str | None,
+    on_term: str,
+    **options: Any,
+) -> None:
     """Harvest the prompts of a file, and print the job as JSON.
 
     The same command on an unfinished run finishes it; on a finished one it answers at once.
     """
+    from harvest.asked import find_answer
     from harvest.control import working
     from harvest.model.sources import find_model
     from harvest.output.folder import RunFolder
     from harvest.output.idempotency import folder_for_key
+    from harvest.output.presence import check_free
+    from harvest.parts import WHOLE, find_rank, parse_part
     from harvest.progress import Silent, StderrReporter
     from harvest.stop import StopFlag, stopping_on_signals
 
@@ -68,7 +93,8 @@ def run(out: str | None, out_root: str | None, idempotency_key: str | None, quie
         raise RequestError("out: it names the folder itself, so --out-root and --idempotency-key mean nothing beside it; leave one out")
     reporter = Silent() if quiet else StderrReporter()
     stop = StopFlag()
-    with stopping_on_signals(stop):
+    own_part = WHOLE if part is None else parse_part(part)
+    with stopping_on_signals(stop, requeues=on_term == "requeue"):
         request, engine = _read_request(reporter, no_limits, **options)
         # A mistyped model is an error before torch is imported, which takes seconds.
         find_model(request.model)
@@ -80,10 +106,17 @@ def run(out: str | None, out_root: str | None, idempotency_key: str | None, quie
                 click.echo(job.to_json())
                 return
             out = str(folder.path)
+        if not overwrite and (answer := find_answer(request, engine, out, root)):
+            reporter.note("this run is finished already; nothing was done")
+            click.echo(answer.to_json())
+            return
+        if out is not None:
+            check_free(RunFolder(Path(out)), find_rank().share(own_part))
         quiet_libraries()
         from harvest.pipeline import run as run_request
 
-        click.echo(run_request(request, out, engine, reporter, stop, root).to_json())
+        job = run_request(request, out, engine, reporter, stop, root, own_part, overwrite, not no_space_check)
+        click.echo(job.to_json())
 
 
 def _read_request(

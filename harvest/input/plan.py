@@ -9,7 +9,7 @@ A plan is a pure function of the token lengths and the settings. It depends neit
 resumed run, and a run split over several processes, form the very same batches and write the very same bytes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,15 +79,28 @@ class Plan:
     batch_tokens: int
     length_switches: tuple[int, ...]
 
-    def batches(self, window: Window) -> Iterator[list[int]]:
+    def units(self) -> list[tuple[Window, ...]]:
+        """The windows in order, those that fill one shard together: what one process takes, so that no two write one file."""
+        units: list[list[Window]] = []
+        for window in self.windows:
+            if units and units[-1][-1].pieces[-1].shard == window.pieces[0].shard:
+                units[-1].append(window)
+            else:
+                units.append([window])
+        return [tuple(unit) for unit in units]
+
+    def batches(self, window: Window) -> list[list[int]]:
         """The prompts of each batch of a window, longest first; rows * longest stays within batch_tokens, save for a single prompt."""
-        order = window.first + np.argsort(-self.lengths[window.first : window.end], kind="stable")
+        return self.cut(range(window.first, window.end), self.batch_tokens)
+
+    def cut(self, prompts: Sequence[int], batch_tokens: int) -> list[list[int]]:
+        """The same for any prompts, ascending, and any budget."""
+        chosen = np.asarray(prompts, dtype=np.int64)
+        order = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
         # Prompts on both sides of a switch never share a batch.
         edges = [int((self.lengths[order] > switch).sum()) for switch in reversed(self.length_switches)]
-        for group in np.split(order, edges):
-            if len(group):
-                for first, end in _cheapest_cuts(self.lengths[group], self.batch_tokens):
-                    yield group[first:end].tolist()
+        groups = [group for group in np.split(order, edges) if len(group)]
+        return [group[first:end].tolist() for group in groups for first, end in _cheapest_cuts(self.lengths[group], batch_tokens)]
 
 
 def make_plan(

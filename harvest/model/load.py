@@ -1,6 +1,6 @@
 """A model's config and tokenizer, read first and cheaply; then its decoder's weights, on the device."""
 
-import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -11,13 +11,9 @@ from safetensors import SafetensorError
 
 from harvest.errors import ModelError
 from harvest.model import tiny
+from harvest.model.revision import folder_revision
 from harvest.model.sources import Source
 from harvest.settings import Dtype
-
-# Files up to this size go into a folder's revision whole; of larger ones, the weights, the beginning and evenly spaced samples do.
-_WHOLE_FILE_BYTES = 1 << 20
-_SAMPLES = 1024
-_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -44,15 +40,18 @@ class Description:
     dtype: str
 
 
-def describe(source: Source) -> Description:
-    """Read a model's config and tokenizer. Raises ModelError, with the reason, for one that harvest cannot read."""
+def describe(source: Source, check: Callable[[], None] = lambda: None) -> Description:
+    """Read a model's config and tokenizer. Raises ModelError, with the reason, for one that harvest cannot read.
+
+    check: called now and then while large files are read, and raises to stop.
+    """
     if source.is_tiny:
         config, tokenizer, revision = tiny.tiny_config(), tiny.tiny_tokenizer(), tiny.REVISION
     else:
         config = _from_pretrained(transformers.AutoConfig, source)
         _check_architecture(source, config)
         tokenizer = _from_pretrained(transformers.AutoTokenizer, source)
-        revision = getattr(config, "_commit_hash", None) or folder_revision(Path(source.location), source.gguf_file)
+        revision = getattr(config, "_commit_hash", None) or folder_revision(Path(source.location), source.gguf_file, check)
     text = config.get_text_config(decoder=True)
     return Description(
         source=source,
@@ -153,24 +152,3 @@ def _dtype_name(dtype: Any) -> str:
     """A config's dtype by name. Configs of quantised weights name types that nothing computes in."""
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
     return name if name in get_args(Dtype) else "bfloat16"
-
-
-def folder_revision(folder: Path, gguf_file: str | None = None) -> str:
-    """A digest of a model folder that changes with its files and not with their place or times.
-
-    Hashing all of a large model would take longer than loading it, so of a large file the size, the first MiB and 1,024 samples count:
-    the beginning holds a safetensors header, and the samples lie 5 MiB apart in a file of 5 GB, so an edited matrix shows.
-    """
-    digest = hashlib.sha256()
-    for path in [folder / gguf_file] if gguf_file else sorted(folder.iterdir()):
-        if not path.is_file() or path.name.startswith("."):
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with open(path, "rb", buffering=0) as file:
-            digest.update(file.read(_WHOLE_FILE_BYTES))
-            if size > _WHOLE_FILE_BYTES:
-                for sample in range(1, _SAMPLES + 1):
-                    file.seek(_WHOLE_FILE_BYTES + (size - _WHOLE_FILE_BYTES) * sample // _SAMPLES - _SAMPLE_BYTES)
-                    digest.update(file.read(_SAMPLE_BYTES))
-    return f"sha256:{digest.hexdigest()}"

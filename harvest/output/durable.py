@@ -8,12 +8,13 @@ import errno
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from harvest.errors import StorageError
+from harvest.output.process import owner_id
 
 _TEMPORARY = ".tmp-"
 _count = itertools.count()
@@ -46,8 +47,8 @@ def make_folder(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` to write it under, which no other process or thread of this machine uses."""
-    return path.with_name(f"{path.name.split('.')[0]}{_TEMPORARY}{os.getpid()}-{next(_count)}{''.join(path.suffixes)}")
+    """A name beside `path` to write it under, which no other process of any machine and no other thread uses."""
+    return path.with_name(f"{path.name.split('.')[0]}{_TEMPORARY}{owner_id()}-{next(_count)}{''.join(path.suffixes)}")
 
 
 def partial_name(path: Path) -> Path:
@@ -56,8 +57,13 @@ def partial_name(path: Path) -> Path:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file is a leftover of a process that ended while it wrote."""
+    """Whether a file is being written, or a leftover of a process that ended while it wrote."""
     return _TEMPORARY in path.name
+
+
+def is_temporary_of(path: Path, owners: Collection[str]) -> bool:
+    """Whether a file is being written by one of these processes, by `harvest.output.process.owner_id`."""
+    return any(f"{_TEMPORARY}{owner}-" in path.name for owner in owners)
 
 
 def open_new(temporary: Path) -> BinaryIO:
@@ -133,15 +139,33 @@ def write_new(path: Path, data: bytes) -> bool:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            try:
-                # A link fails where the name is taken, over NFS too; a rename would replace what is there.
-                os.link(temporary, path)
-            except FileExistsError:
+            if not _link(temporary, path, data):
                 return False
             _sync_folder(path.parent)
             return True
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _link(temporary: Path, path: Path, data: bytes) -> bool:
+    """Give a written file a name that nobody has yet; answers whether it did."""
+    try:
+        # A link fails where the name is taken, over NFS too; a rename would replace what is there.
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        # Some file systems have no links. An exclusive creation is the next best: for a moment the file is there and empty.
+        try:
+            with open(path, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            return False
+    return True
 
 
 def remove(path: Path) -> None:

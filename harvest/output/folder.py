@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,7 +21,9 @@ class Record:
 
     fingerprint: what the shard's bytes depend on; a shard of another request is never taken for this one's.
     prompts: the first prompt, and one past the last.
-    bytes, sha256: of the file.
+    bytes, sha256, modified_ns: of the file.
+    nonfinite: tokens with a value that is not finite, by layer, where there are any.
+    batch_tokens: the budget that its batches were cut to for lack of memory, where they were.
     """
 
     shard: int
@@ -28,14 +32,17 @@ class Record:
     tokens: int
     bytes: int
     sha256: str
+    modified_ns: int
     published_at: str
+    nonfinite: tuple[int, ...] = ()
+    batch_tokens: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> "Record | None":
         """The record in a file, or None where there is none that can be read."""
         try:
             fields = json.loads(path.read_bytes())
-            return cls(**fields | {"prompts": tuple(fields["prompts"])})
+            return cls(**fields | {name: tuple(fields[name]) for name in ("prompts", "nonfinite")})
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -51,17 +58,25 @@ class RunFolder:
         self.manifest = self.path / "manifest.json"
         # There only while the folder becomes a copy of a run, and as long as that copy is not whole.
         self.copying = self.path / "copying.json"
-        # These two are there only while a process works on the run.
-        self.process = self.path / "process.json"
+        # These two are there only while processes work on the run.
+        self.processes = self.path / "processes"
         self.cancel = self.path / "cancel.json"
         self._shards = self.path / "shards"
         self._records = self.path / "records"
         self._fingerprint = self._records / "fingerprint.json"
+        # What was asked for, in a digest that takes neither a tokenizer nor a model to compare.
+        self.asked = self._records / "asked.json"
 
     def make(self) -> None:
         """Make the folder and those in it."""
         for folder in (self.path, self._shards, self._records):
             durable.make_folder(folder)
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether the folder holds nothing but what a process leaves that died as it began."""
+        begun = [path for path in self.path.iterdir() if path != self.processes and not durable.is_temporary(path)]
+        return all(path in (self._shards, self._records) and not any(path.iterdir()) for path in begun)
 
     def shard(self, index: int) -> Path:
         """The file of a shard."""
@@ -89,19 +104,46 @@ class RunFolder:
         """The file of a shard's record."""
         return self._records / f"shard_{index:05d}.json"
 
-    def write_record(self, shard: int, fingerprint: Fingerprint, prompts: tuple[int, int], tokens: int, n_bytes: int, sha256: str) -> None:
+    def write_record(
+        self,
+        shard: int,
+        fingerprint: Fingerprint,
+        prompts: tuple[int, int],
+        tokens: int,
+        sha256: str,
+        nonfinite: tuple[int, ...] = (),
+        batch_tokens: int | None = None,
+    ) -> None:
         """Record a shard that was just published."""
+        with durable.storing(self.shard(shard)):
+            found = self.shard(shard).stat()
         published_at = utc_now().isoformat(timespec="milliseconds")
-        record = Record(shard, fingerprint, prompts, tokens, n_bytes, sha256, published_at)
+        record = Record(
+            shard, fingerprint, prompts, tokens, found.st_size, sha256, found.st_mtime_ns, published_at, nonfinite, batch_tokens
+        )
         durable.write_whole(self.record(shard), json.dumps(asdict(record), indent=2).encode())
 
-    def finished(self, index: int, fingerprint: Fingerprint) -> Record | None:
-        """The record of a shard that is published, of this fingerprint, and whose file's bytes are still what they were."""
-        record = Record.read(self.record(index))
-        if record is None or record.fingerprint != fingerprint:
-            return None
-        path = self.shard(index)
-        return record if path.is_file() and durable.file_sha256(path) == record.sha256 else None
+    def finished(self, index: int, fingerprint: Fingerprint, on_damage: Callable[[str], None] = lambda _: None) -> Record | None:
+        """The record of a shard that is published, of this fingerprint, and whose file's bytes are still what they were: all are read.
+
+        on_damage: told what is wrong with one that was published and is no longer what it was.
+        """
+        path, at_record = self.shard(index), self.record(index)
+        record = Record.read(at_record)
+        if record is None:
+            if at_record.exists():
+                on_damage(f"{at_record.name} cannot be read")
+            elif path.exists():
+                on_damage(f"{path.name} has no record")
+        elif record.fingerprint != fingerprint:
+            on_damage(f"{path.name} is of another run")
+        elif not path.is_file():
+            on_damage(f"{path.name} is missing")
+        elif path.stat().st_size != record.bytes or durable.file_sha256(path) != record.sha256:
+            on_damage(f"{path.name} is not what was published: its checksum differs")
+        else:
+            return record
+        return None
 
     def published(self, index: int) -> Record:
         """The record of a shard that this run has just found or made whole. Raises NotARunError where it has gone since."""
@@ -110,18 +152,33 @@ class RunFolder:
             raise NotARunError(f"{self.record(index)}: the record of a finished shard is gone; run the same command again to make it anew")
         return record
 
-    def is_there(self, index: int) -> bool:
-        """Whether a shard's file and record are there and the file has its length; a glance, where `finished` reads every byte."""
+    def is_there(self, index: int, fingerprint: Fingerprint) -> bool:
+        """Whether a shard of this fingerprint is published: a glance at its file's size and time, where `finished` reads every byte.
+
+        A file of another time was copied, or written to: then its checksum is looked at.
+        """
         record, path = Record.read(self.record(index)), self.shard(index)
-        return record is not None and path.is_file() and path.stat().st_size == record.bytes
+        if record is None or record.fingerprint != fingerprint or not path.is_file():
+            return False
+        found = path.stat()
+        if found.st_size != record.bytes:
+            return False
+        return found.st_mtime_ns == record.modified_ns or durable.file_sha256(path) == record.sha256
 
-    def n_records(self) -> int:
-        """How many shards have a record."""
-        return len(list(self._records.glob("shard_*.json")))
+    def recorded(self) -> set[int]:
+        """The numbers of the shards that have a record.
 
-    def write_fingerprint(self, fingerprint: Fingerprint) -> None:
-        """Write down whose folder this is, before anything is published in it."""
-        durable.write_whole(self._fingerprint, json.dumps(fingerprint, indent=2).encode())
+        By listing the folder: over NFS a name that was asked for before it was there may still look missing for a while.
+        """
+        return {int(name[1]) for path in self._records.glob("shard_*.json") if (name := re.fullmatch(r"shard_(\d+)\.json", path.name))}
+
+    def write_fingerprint(self, fingerprint: Fingerprint, is_shared: bool = False) -> None:
+        """Write down whose folder this is, before anything is published in it. Where it is shared, what is there stays."""
+        data = json.dumps(fingerprint, indent=2).encode()
+        if is_shared:
+            durable.write_new(self._fingerprint, data)
+        else:
+            durable.write_whole(self._fingerprint, data)
 
     def fingerprint(self) -> Fingerprint | None:
         """The fingerprint of the run that the folder belongs to, or None where no run has begun in it."""
@@ -131,10 +188,24 @@ class RunFolder:
             records = (Record.read(path) for path in sorted(self._records.glob("shard_*.json")))
             return next((record.fingerprint for record in records if record is not None), None)
 
-    def remove_temporary(self) -> int:
-        """Remove the files that a process left half written; answers how many there were."""
-        leftovers = [path for folder in (self.path, self._shards, self._records) for path in folder.glob("*") if durable.is_temporary(path)]
+    def temporary(self) -> list[Path]:
+        """The files that are being written, or that a process left half written."""
+        folders = (self.path, self._shards, self._records, self.processes)
+        return [path for folder in folders for path in sorted(folder.glob("*")) if durable.is_temporary(path)]
+
+    def remove_temporary(self, at_work: Collection[str] = ()) -> int:
+        """Remove the files that dead processes left half written; answers how many there were.
+
+        at_work: the processes that are not dead, by `harvest.output.process.owner_id`.
+        """
+        leftovers = [path for path in self.temporary() if not durable.is_temporary_of(path, at_work)]
         for path in leftovers:
             with durable.storing(path):
-                path.unlink()
+                path.unlink(missing_ok=True)
         return len(leftovers)
+
+    def contents(self) -> list[Path]:
+        """All files of the run that are there, in an order in which they may be removed one by one: what says more goes first."""
+        documents = [self.manifest, self.job, self.stats, self.request, self.cancel]
+        shards = [path for folder in (self._records, self._shards) for path in sorted(folder.glob("*")) if path != self._fingerprint]
+        return [path for path in [*documents, *shards, self._fingerprint] if path.is_file()]

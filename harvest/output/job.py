@@ -9,7 +9,7 @@ import pydantic
 from harvest.contract import URL_LIFETIME, HarvestJob, HarvestResult, Timings, utc_now
 from harvest.errors import StorageError
 from harvest.output import durable
-from harvest.output.folder import RunFolder
+from harvest.output.folder import Fingerprint, RunFolder
 
 
 class JobFile:
@@ -20,37 +20,60 @@ class JobFile:
         self.job = job
 
     @classmethod
-    def begin(cls, folder: RunFolder, previous: HarvestJob | None, **fields: Any) -> "JobFile":
-        """A pending job, written; with the ids and the age of the previous one where this run goes on with it."""
-        kept = {} if previous is None else previous.model_dump(include={"job_id", "run_id", "created_at"})
+    def begin(cls, folder: RunFolder, previous: HarvestJob | None, is_shared: bool = False, **fields: Any) -> "JobFile":
+        """A pending job, written; with the ids and the age of the previous one where this run goes on with it.
+
+        is_shared: other processes work on the same run, so a job that is there is theirs, and stays as it is.
+        """
         fresh = {"job_id": uuid4(), "run_id": uuid4(), "created_at": utc_now()}
+        kept = {} if previous is None else previous.model_dump(include=set(fresh))
         job = HarvestJob(**{**fresh, **kept, **fields}, status="pending", tokens=None, started_at=None, completed_at=None)
-        file = cls(folder, job)
-        file._write()
-        return file
+        if not is_shared:
+            file = cls(folder, job)
+            file._write()
+        elif not durable.write_new(folder.job, job.to_json().encode()):
+            job = read_job(folder) or job
+        return cls(folder, job)
 
     def start(self) -> None:
         """The model is about to be loaded."""
-        self._change(status="running", started_at=utc_now())
+        self._refresh()
+        if self.job.status != "running":
+            self._change(status="running", tokens=None, started_at=utc_now(), completed_at=None, error=None)
 
     def finish(self, result: HarvestResult) -> None:
         """All files are in place."""
+        self._refresh()
         now = utc_now()
-        self._change(status="done", completed_at=now, tokens=result.tokens, result=result, urls_expire_at=now + URL_LIFETIME)
+        fields: dict[str, Any] = {"completed_at": now, "tokens": result.tokens, "result": result, "urls_expire_at": now + URL_LIFETIME}
+        self._change(status="done", started_at=self.job.started_at or now, error=None, **fields)
+
+    def queue(self) -> None:
+        """The run stops here and will be gone on with: by the same command, or by its other parts."""
+        self._end(status="pending", tokens=None, started_at=None, completed_at=None)
 
     def fail(self, error: str) -> None:
         """The run ended before its files were whole. A failed job is charged no tokens."""
-        self._end(status="failed", tokens=0, error=error)
+        self._end(status="failed", tokens=0, error=error, completed_at=utc_now())
 
     def cancel(self) -> None:
         """The run was stopped. It is charged what it had reserved where it had started."""
+        self._refresh()
         tokens = 0 if self.job.started_at is None else self.job.reserved_tokens
-        self._end(status="cancelled", tokens=tokens)
+        self._end(status="cancelled", tokens=tokens, completed_at=utc_now())
 
     def _end(self, **fields: Any) -> None:
+        self._refresh()
+        if self.job.status == "done":
+            # Another process of the same run made it whole meanwhile.
+            return
         # The error that ended the run, such as a full disk, may stand in the way of saying so too; it must not be hidden by another.
         with contextlib.suppress(StorageError):
-            self._change(completed_at=utc_now(), **fields)
+            self._change(**fields)
+
+    def _refresh(self) -> None:
+        """The job as it is on disk: other processes of the run change it too."""
+        self.job = read_job(self._folder) or self.job
 
     def _change(self, **fields: Any) -> None:
         self.job = self.job.model_copy(update=fields)
@@ -66,6 +89,16 @@ def read_job(folder: RunFolder) -> HarvestJob | None:
         return HarvestJob.model_validate_json(folder.job.read_bytes())
     except (OSError, pydantic.ValidationError):
         return None
+
+
+def finished_job(folder: RunFolder, fingerprint: Fingerprint) -> HarvestJob | None:
+    """The job of a finished run of this fingerprint, all of whose files are there, with fresh links; else None."""
+    job = read_job(folder)
+    if job is None or job.result is None or not (folder.manifest.exists() and folder.stats.exists()):
+        return None
+    if not all(folder.is_there(index, fingerprint) for index in range(job.result.n_shards)):
+        return None
+    return with_fresh_links(folder, job)
 
 
 def with_fresh_links(folder: RunFolder, job: HarvestJob) -> HarvestJob:

@@ -21,7 +21,7 @@ from harvest.output.codecs import CODECS
 from harvest.settings import Dtype
 
 FORMAT = "harvest-shard"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # One layer of all tokens is the read of sparse-autoencoder training, so a chunk holds one layer only, and at most this much of it:
 # 4 MiB, or down to 1 MiB where many layers are kept, since a shard that is written in pieces holds an unfinished chunk of each.
@@ -59,6 +59,12 @@ _SMALL_ARRAYS = {
         ArraySpec("token_sum", "float64", ("layer", "value"), "sum over tokens, the first of each prompt left out"),
         ArraySpec("token_sum_sq", "float64", ("layer", "value"), "sum of squares over tokens, the first of each prompt left out"),
         ArraySpec("token_norm_sum", "float64", ("layer",), "sum of the tokens' L2 norms, the first token of each prompt left out"),
+        ArraySpec(
+            "token_count",
+            "float64",
+            ("layer",),
+            "how many tokens these sums add up: all but the first of each prompt, and those with a value that is not finite",
+        ),
     )
 }
 

@@ -61,6 +61,8 @@ class ShardFile:
         self._sum_LW = np.zeros((n_layers, layout.width))
         self._sum_sq_LW = np.zeros((n_layers, layout.width))
         self._norm_sum_L = np.zeros(n_layers)
+        self._n_counted_L = np.zeros(n_layers)
+        self._n_nonfinite_L = np.zeros(n_layers, dtype=np.int64)
         self._temporary = durable.temporary_name(path)
         with durable.storing(path):
             self._file = durable.open_new(self._temporary)
@@ -78,6 +80,11 @@ class ShardFile:
         return self._archive.n_bytes
 
     @property
+    def nonfinite(self) -> tuple[int, ...]:
+        """Tokens with a value that is not finite, by layer, the first of each prompt counted too; empty where there are none."""
+        return tuple(self._n_nonfinite_L.tolist()) if self._n_nonfinite_L.any() else ()
+
+    @property
     def sha256(self) -> str:
         """The digest of what is written so far; of the whole file once it is published."""
         return self._archive.sha256
@@ -90,6 +97,8 @@ class ShardFile:
                 self._sum_LW[chunk.position] += chunk.sums.sum_W
                 self._sum_sq_LW[chunk.position] += chunk.sums.sum_sq_W
                 self._norm_sum_L[chunk.position] += chunk.sums.norm_sum
+                self._n_counted_L[chunk.position] += chunk.sums.n_counted
+                self._n_nonfinite_L[chunk.position] += chunk.sums.n_nonfinite
         self._keep_tail(rows_LTW)
 
     def publish(self) -> None:
@@ -97,7 +106,12 @@ class ShardFile:
         if self._n_received != self._n_tokens:
             raise AssertionError(f"{self._path.name} got {self._n_received} of {self._n_tokens} tokens")
         with durable.storing(self._path):
-            for name, values in (("token_sum", self._sum_LW), ("token_sum_sq", self._sum_sq_LW), ("token_norm_sum", self._norm_sum_L)):
+            for name, values in (
+                ("token_sum", self._sum_LW),
+                ("token_sum_sq", self._sum_sq_LW),
+                ("token_norm_sum", self._norm_sum_L),
+                ("token_count", self._n_counted_L),
+            ):
                 self._archive.add(*self._layout.small_entry(name, values))
             self._archive.close()
             durable.publish(self._file, self._temporary, self._path)
@@ -178,8 +192,13 @@ class ShardFile:
 
 
 def read_sums(path: Path, layout: ShardLayout) -> list[npt.NDArray[np.float64]]:
-    """A published shard's token_sum and token_sum_sq, float64 [L, W], and token_norm_sum, float64 [L]."""
+    """A published shard's token_sum and token_sum_sq, float64 [L, W], token_norm_sum and token_count, float64 [L]."""
     n_layers = len(layout.layers)
-    shapes = {"token_sum": (n_layers, layout.width), "token_sum_sq": (n_layers, layout.width), "token_norm_sum": (n_layers,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_sum": (n_layers, layout.width),
+        "token_sum_sq": (n_layers, layout.width),
+        "token_norm_sum": (n_layers,),
+        "token_count": (n_layers,),
+    }
     with durable.storing(path), zipfile.ZipFile(path) as archive:
         return [np.frombuffer(archive.read(layout.small_key(name)), dtype="<f8").reshape(shape) for name, shape in shapes.items()]

@@ -1,5 +1,7 @@
 """Mean, standard deviation and mean norm of the stored rows, in float64, each prompt's first token left out.
 
+A token that holds a value that is not finite, which a run stores only where it is allowed to, is left out too, in that layer.
+
 Position 0 is an attention sink whose norm would swamp the others. Sums over chunks make a shard's, and sums over shards, in shard
 order, the run's; so the stats depend on the stored bytes alone.
 
@@ -20,11 +22,16 @@ _BLOCK_VALUES = 1 << 16
 
 @dataclass(frozen=True)
 class ChunkSums:
-    """Over the rows of one chunk: sum_W and sum_sq_W float64 [W], and the sum of L2 norms."""
+    """Over the rows of one chunk: sum_W and sum_sq_W float64 [W], and the sum of L2 norms.
+
+    n_counted: the rows that these add up. n_nonfinite: rows with a value that is not finite, the first of a prompt among them.
+    """
 
     sum_W: npt.NDArray[np.float64]
     sum_sq_W: npt.NDArray[np.float64]
     norm_sum: float
+    n_counted: int
+    n_nonfinite: int
 
 
 @dataclass(frozen=True)
@@ -59,21 +66,31 @@ def widen(rows: npt.NDArray[Any], store_dtype: str) -> npt.NDArray[np.float64]:
 def sum_rows(rows_TW: npt.NDArray[Any], left_out: npt.NDArray[np.int64], store_dtype: str) -> ChunkSums:
     """The sums over stored rows [T, W], the rows numbered in `left_out` (ascending) not counted."""
     width = rows_TW.shape[1]
-    sum_W, sum_sq_W, norm_sum = np.zeros(width), np.zeros(width), 0.0
+    sum_W, sum_sq_W, norm_sum, n_nonfinite = np.zeros(width), np.zeros(width), 0.0, 0
+    n_counted = len(rows_TW) - len(left_out)
     step = max(1, _BLOCK_VALUES // width)
     for start in range(0, len(rows_TW), step):
         block_TW = widen(rows_TW[start : start + step], store_dtype)
         low, high = np.searchsorted(left_out, (start, start + step))
-        block_TW[left_out[low:high] - start] = 0
+        first_tokens = left_out[low:high] - start
+        # One sum tells whether all are finite: they are float64, where nothing that was stored can add up to an overflow.
+        with np.errstate(invalid="ignore"):
+            is_finite = np.isfinite(block_TW.sum())
+        if not is_finite:
+            bad = np.flatnonzero(~np.isfinite(block_TW).all(axis=1))
+            block_TW[bad] = 0
+            n_nonfinite += len(bad)
+            n_counted -= len(np.setdiff1d(bad, first_tokens))
+        block_TW[first_tokens] = 0
         sum_W += block_TW.sum(axis=0)
         np.multiply(block_TW, block_TW, out=block_TW)
         sum_sq_W += block_TW.sum(axis=0)
         norm_sum += float(np.sqrt(block_TW.sum(axis=1)).sum())
-    return ChunkSums(sum_W, sum_sq_W, norm_sum)
+    return ChunkSums(sum_W, sum_sq_W, norm_sum, n_counted, n_nonfinite)
 
 
-def combine(shards: Iterable[Sequence[npt.NDArray[np.float64]]], n_counted: int) -> RunStats:
-    """The run's stats from each shard's token_sum, token_sum_sq [L, W] and token_norm_sum [L], over `n_counted` tokens."""
+def combine(shards: Iterable[Sequence[npt.NDArray[np.float64]]]) -> RunStats:
+    """The run's stats from each shard's token_sum, token_sum_sq [L, W], token_norm_sum [L] and token_count [L]."""
     totals: list[npt.NDArray[np.float64]] | None = None
     for parts in shards:
         if totals is None:
@@ -81,7 +98,8 @@ def combine(shards: Iterable[Sequence[npt.NDArray[np.float64]]], n_counted: int)
         for total, part in zip(totals, parts, strict=True):
             total += part
     assert totals is not None, "a run has at least one shard"
-    if n_counted == 0:
-        return RunStats(*(np.zeros_like(total) for total in totals))
-    mean_LW, mean_sq_LW, mean_norm_L = (total / n_counted for total in totals)
+    sum_LW, sum_sq_LW, norm_sum_L, count_L = totals
+    # Where no token counts, the sums are zero, and so is what they are divided into.
+    counted_L = np.maximum(count_L, 1)
+    mean_LW, mean_sq_LW, mean_norm_L = sum_LW / counted_L[:, None], sum_sq_LW / counted_L[:, None], norm_sum_L / counted_L
     return RunStats(mean_LW, np.sqrt(np.maximum(mean_sq_LW - mean_LW**2, 0)), mean_norm_L)

@@ -115,6 +115,7 @@ class Writers:
         n_encoders = min(os.cpu_count() or 1, _MAX_ENCODERS)
         self._encoders = ThreadPoolExecutor(n_encoders, thread_name_prefix="harvest-encode")
         self._n_begun = 0
+        self._lowered: dict[int, int] = {}
         self._queues: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in range(_PUBLISHERS)]
         self._threads = [
             threading.Thread(target=self._publish_all, args=(jobs,), name=f"harvest-publish-{number}", daemon=True)
@@ -129,8 +130,13 @@ class Writers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for jobs in self._queues:
             jobs.put(None)
-        for thread in self._threads:
-            thread.join()
+        try:
+            for thread in self._threads:
+                thread.join()
+        except BaseException as interruption:
+            # A second Ctrl-C: what has not been begun is left undone.
+            self._error = self._error or interruption
+            raise
         self._encoders.shutdown()
         if error is None:
             self.check()
@@ -140,11 +146,17 @@ class Writers:
         if self._error is not None:
             raise self._error
 
-    def submit(self, window: Window, buffer: WindowBuffer, skip: Callable[[int], bool]) -> None:
-        """Hand over a window whose rows are all in place; pieces of shards that `skip` names are left out."""
+    def submit(self, window: Window, buffer: WindowBuffer, skip: Callable[[int], bool], lowered: int | None = None) -> None:
+        """Hand over a window whose rows are all in place; pieces of shards that `skip` names are left out.
+
+        lowered: the budget of a batch that the window came down to for lack of memory, which its shards' records say.
+        """
         self.check()
         for piece in window.pieces:
             if not skip(piece.shard.index):
+                if lowered is not None:
+                    with self._lock:
+                        self._lowered[piece.shard.index] = min(lowered, self._lowered.get(piece.shard.index, lowered))
                 buffer.hold()
                 # A shard's pieces follow one another, and all go to one publisher, which appends them in order.
                 self._n_begun += piece.first == piece.shard.first
@@ -182,7 +194,11 @@ class Writers:
             shard.abandon()
             raise
         prompts = (piece.shard.first, piece.shard.end)
-        self._folder.write_record(piece.shard.index, self._fingerprint, prompts, piece.shard.n_tokens, shard.n_bytes, shard.sha256)
+        with self._lock:
+            lowered = self._lowered.pop(piece.shard.index, None)
+        self._folder.write_record(
+            piece.shard.index, self._fingerprint, prompts, piece.shard.n_tokens, shard.sha256, shard.nonfinite, lowered
+        )
         with self._lock:
             self._on_published(shard.n_bytes)
         return None

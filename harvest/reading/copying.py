@@ -11,7 +11,7 @@ from harvest.contract import Manifest
 from harvest.errors import CancelledError, FolderError
 from harvest.output import durable
 from harvest.output.folder import RunFolder
-from harvest.output.presence import Presence, read_process
+from harvest.output.presence import Presence, check_free
 from harvest.stop import StopFlag
 
 Command = Literal["export", "fetch"]
@@ -27,8 +27,8 @@ def copying(folder: RunFolder, command: Command, manifest: Manifest, stop: StopF
     claim = json.dumps({"command": command, "run_id": str(manifest.run_id)}).encode()
     _check(folder, claim, manifest)
     durable.make_folder(folder.path)
-    durable.write_whole(folder.copying, claim)
     with Presence(folder, stop):
+        durable.write_whole(folder.copying, claim)
         try:
             yield
         except KeyboardInterrupt:
@@ -44,16 +44,14 @@ def _check(folder: RunFolder, claim: bytes, manifest: Manifest) -> None:
         return
     if not folder.path.is_dir():
         raise FolderError(f"{where} is a file; a copy of a run needs a folder of its own")
-    process = read_process(folder)
-    if process is not None and process.is_alive:
-        raise FolderError(f"{where}: {process} is working there; wait for it, or name another folder")
+    check_free(folder)
     if folder.copying.exists():
         if folder.copying.read_bytes() != claim:
             raise FolderError(f"{where} holds an unfinished copy of another run; finish that first, or name another folder")
     elif folder.manifest.exists():
         if not _is_same(folder, manifest):
             raise FolderError(f"{where} holds another run, or the same in other files; name another folder")
-    elif any(folder.path.iterdir()):
+    elif not folder.is_vacant:
         raise FolderError(f"{where} is not empty, and what it holds is no copy of this run; name another folder")
 
 

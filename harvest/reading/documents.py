@@ -13,7 +13,7 @@ from harvest.errors import RequestError
 from harvest.output import durable
 from harvest.output.folder import Record, RunFolder
 from harvest.output.job import read_job
-from harvest.output.presence import read_process
+from harvest.output.presence import live_claims
 from harvest.reading.findings import Finding, differing
 from harvest.request import HarvestRequest
 from harvest.settings import Dtype
@@ -204,11 +204,11 @@ def check_strangers(folder: RunFolder, manifest: Manifest) -> Iterator[Finding]:
 
 def leftovers(folder: RunFolder) -> list[str]:
     """What processes left that ended while they worked on a folder; or the process that works on it."""
-    process = read_process(folder)
-    if process is not None and process.is_alive:
-        return [f"{process} is working on it"]
+    at_work = live_claims(folder)
+    if at_work:
+        return [f"{claim} is working on it" for claim in at_work]
     paths = [path for path in sorted(folder.path.rglob("*")) if durable.is_temporary(path)]
-    paths += [path for path in (folder.process, folder.cancel, folder.copying) if path.exists()]
+    paths += [path for path in (*sorted(folder.processes.glob("*.json")), folder.cancel, folder.copying) if path.exists()]
     return [f"{_below(folder, path)}: left by a process that ended while it worked; no part of the run" for path in paths]
 
 

@@ -30,16 +30,22 @@ _FROM = ("model", "repository", "revision", "layers", "directions")
 
 
 class Sums:
-    """Sums over tokens, the first of each prompt left out: sum_LW and sum_sq_LW float64 [L, W], norm_sum_L float64 [L], n_counted."""
+    """Sums over tokens, the first of each prompt and those that are not finite left out.
+
+    sum_LW and sum_sq_LW float64 [L, W]; norm_sum_L and count_L, the tokens that they add up, float64 [L]. nonfinite_L, int64 [L]: tokens
+    with a value that is not finite, the first of a prompt among them.
+    """
 
     def __init__(self, n_layers: int, width: int) -> None:
         self.sum_LW = np.zeros((n_layers, width))
         self.sum_sq_LW = np.zeros((n_layers, width))
         self.norm_sum_L = np.zeros(n_layers)
-        self.n_counted = 0
+        self.count_L = np.zeros(n_layers)
+        self.nonfinite_L = np.zeros(n_layers, dtype=np.int64)
 
     def add_rows(self, position: int, rows_TW: npt.NDArray[np.float64]) -> None:
-        """Add rows of one layer."""
+        """Add rows of one layer, all of them finite."""
+        self.count_L[position] += len(rows_TW)
         sq_TW = np.square(rows_TW)
         self.sum_LW[position] += rows_TW.sum(axis=0)
         self.sum_sq_LW[position] += sq_TW.sum(axis=0)
@@ -50,7 +56,8 @@ class Sums:
         self.sum_LW += other.sum_LW
         self.sum_sq_LW += other.sum_sq_LW
         self.norm_sum_L += other.norm_sum_L
-        self.n_counted += other.n_counted
+        self.count_L += other.count_L
+        self.nonfinite_L += other.nonfinite_L
 
 
 def check_bytes(path: Path, where: str, digests: Mapping[str, str], record: tuple[str, int] | None = None) -> Iterator[Finding]:
@@ -104,7 +111,7 @@ def check_shard(path: Path, entry: ShardEntry, manifest: Manifest, run_sums: Sum
             return
         yield from _check_token_ids(shard, entry, manifest)
         sums = Sums(len(shard.layers), shard.width)
-        yield from _check_values(shard, entry.key, sums)
+        yield from _check_values(shard, entry.key, sums, (manifest.local or {}).get("nonfinite_tokens", {}))
         run_sums.add(sums)
         if isinstance(shard, ZarrShard):
             yield from check_fingerprint(entry.key, shard.attributes, (manifest.local or {}).get("fingerprint", {}), _FROM)
@@ -135,11 +142,10 @@ def _check_token_ids(shard: Shard, entry: ShardEntry, manifest: Manifest) -> Ite
             yield Finding(entry.key, f"prompt {prompt} begins with token {int(ids[0])}, and not with the start token {start}")
 
 
-def _check_values(shard: Shard, where: str, sums: Sums) -> Iterator[Finding]:
-    """Every value finite; and the sums over them. Names each layer's first value that is not."""
+def _check_values(shard: Shard, where: str, sums: Sums, allowed: Mapping[str, int]) -> Iterator[Finding]:
+    """The sums over all values that are finite. Names the first of each layer that is not, where the manifest counts none."""
     counts_T = np.ones(shard.n_tokens, dtype=bool)
     counts_T[shard.token_offsets[:-1]] = False
-    sums.n_counted = int(counts_T.sum())
     not_finite: dict[int, int] = {}
     for start, rows_LTW in read_blocks(shard, range(len(shard.layers))):
         for position in range(len(shard.layers)):
@@ -148,9 +154,11 @@ def _check_values(shard: Shard, where: str, sums: Sums) -> Iterator[Finding]:
                 is_finite_T = np.isfinite(rows_TW).all(axis=1)
                 if not is_finite_T.all():
                     not_finite.setdefault(position, first + int(is_finite_T.argmin()))
-                with np.errstate(invalid="ignore"):
-                    sums.add_rows(position, rows_TW[counts_T[first : first + len(rows_TW)]])
+                    sums.nonfinite_L[position] += int((~is_finite_T).sum())
+                sums.add_rows(position, rows_TW[counts_T[first : first + len(rows_TW)] & is_finite_T])
     for position, row in not_finite.items():
+        if str(shard.layers[position]) in allowed:
+            continue
         place = int(np.searchsorted(shard.token_offsets, row, side="right")) - 1
         at = f"prompt {shard.prompts[place]}, position {row - shard.token_offsets[place]}"
         yield Finding(where, f"layer {shard.layers[position]} holds a value that is not finite, first at {at}")
@@ -174,6 +182,7 @@ def _check_store(shard: Shard, where: str, manifest: Manifest) -> Iterator[Findi
         "token_sum": ((n_layers, width), "float64"),
         "token_sum_sq": ((n_layers, width), "float64"),
         "token_norm_sum": ((n_layers,), "float64"),
+        "token_count": ((n_layers,), "float64"),
     }
     with ZipStore(shard.path, mode="r") as store:
         group: Any = zarr.open_group(store, mode="r", use_consolidated=False)
@@ -183,13 +192,14 @@ def _check_store(shard: Shard, where: str, manifest: Manifest) -> Iterator[Findi
 
 def _check_sums(shard: Shard, where: str, manifest: Manifest, sums: Sums) -> Iterator[Finding]:
     layout = ShardLayout(manifest.contents, tuple(shard.layers), shard.width, manifest.dtype, "none", {})
-    sum_LW, sum_sq_LW, norm_sum_L = read_sums(shard.path, layout)
+    sum_LW, sum_sq_LW, norm_sum_L, count_L = read_sums(shard.path, layout)
     # The sum of n values of either sign may cancel to nothing; it cannot be larger than this.
-    scale_LW = np.sqrt(sums.sum_sq_LW * max(sums.n_counted, 1))
+    scale_LW = np.sqrt(sums.sum_sq_LW * np.maximum(sums.count_L, 1)[:, None])
     for name, stored, anew, scale in (
         ("token_sum", sum_LW, sums.sum_LW, scale_LW),
         ("token_sum_sq", sum_sq_LW, sums.sum_sq_LW, sums.sum_sq_LW),
         ("token_norm_sum", norm_sum_L, sums.norm_sum_L, sums.norm_sum_L),
+        ("token_count", count_L, sums.count_L, np.zeros_like(count_L)),
     ):
         layers = layers_off(stored, anew, _ROUNDING * scale)
         if layers:

@@ -176,15 +176,20 @@ def _check_stats(folder: RunFolder, manifest: Manifest, sums: Sums | None) -> It
 
 
 def _check_figures(where: str, stats: dict[str, Any], manifest: Manifest, sums: Sums) -> Iterator[Finding]:
-    n_counted = max(sums.n_counted, 1)
-    mean_LW = sums.sum_LW / n_counted
-    mean_sq_LW = sums.sum_sq_LW / n_counted
+    counted_L = np.maximum(sums.count_L, 1)
+    counted_LW = counted_L[:, None]
+    mean_LW = sums.sum_LW / counted_LW
+    mean_sq_LW = sums.sum_sq_LW / counted_LW
     std_LW = np.sqrt(np.maximum(mean_sq_LW - mean_LW**2, 0))
     tolerance_LW = _STATS_TOLERANCE * np.sqrt(mean_sq_LW)
     # Whether the service divides by n or by n - 1 is not known.
-    slack_LW = tolerance_LW if manifest.local else tolerance_LW + std_LW / n_counted
+    slack_LW = tolerance_LW if manifest.local else tolerance_LW + std_LW / counted_LW
+    counted = (manifest.local or {}).get("nonfinite_tokens", {})
+    found = {str(layer): int(count) for layer, count in zip(manifest.layer_indices, sums.nonfinite_L, strict=True) if count}
+    if counted != found:
+        yield Finding(_MANIFEST, f"nonfinite_tokens are {counted}, and the shards hold {found}")
     norms = np.array([manifest.mean_token_norm[str(layer)] for layer in manifest.layer_indices])
-    norm_L = sums.norm_sum_L / n_counted
+    norm_L = sums.norm_sum_L / counted_L
     for name, place, stored, anew, tolerance in (
         ("mean", where, stats["mean"], mean_LW, tolerance_LW),
         ("std", where, stats["std"], std_LW, slack_LW),

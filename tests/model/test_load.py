@@ -12,7 +12,7 @@ from conftest import LLAMA_LIKE
 
 import harvest
 from harvest.errors import ModelError
-from harvest.model.load import folder_revision
+from harvest.model.revision import folder_revision
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 

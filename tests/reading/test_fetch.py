@@ -470,7 +470,7 @@ def test_the_command_prints_the_job_and_says_how_far_it_is(server: FileServer, t
     done = fetch_command("-", tmp_path / "got", input=job)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["result"]["manifest_url"] == (tmp_path / "got" / "manifest.json").as_uri()
-    assert re.fullmatch(r"harvest: [\d.]+ kB of 143 kB, [\d.]+ [kM]?B/s(, .* left)?\n", done.stderr)
+    assert re.fullmatch(r"harvest: [\d.]+ kB of 147 kB, [\d.]+ [kM]?B/s(, .* left)?\n", done.stderr)
     again = fetch_command("-", tmp_path / "got", "--quiet", input=job)
     assert (again.returncode, again.stderr, json.loads(again.stdout)["status"]) == (0, "", "done")
     server.faults["manifest.json"] = [("status", 403)]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from harvest.errors import ModelError, NotARunError, RequestError
 from harvest.input.directions import tensor_object
 from harvest.output import durable
 from harvest.output.archive import Archive
+from harvest.output.process import Process
 from harvest.reading.export import export_safetensors
 from harvest.reading.reread import spread
 from harvest.reading.verify import Verification, verify
@@ -251,11 +253,13 @@ def test_what_a_shard_holds_is_checked_also_where_all_checksums_fit(change: str,
 
 def test_leftovers_are_named_and_are_no_damage(run: Path) -> None:
     (run / "shards" / "shard_00003.tmp-1.zarr.zip").touch()
-    (run / "process.json").write_text(json.dumps({"host": "gone", "pid": 1, "birth": "", "beat_at": "2026-01-01T00:00:00+00:00"}))
+    claim = run / "processes" / "part-0-of-1-1.json"
+    claim.parent.mkdir()
+    claim.write_text(json.dumps(asdict(replace(Process.this(""), birth="1"))))
     result = verify(run)
     assert result.is_sound
-    assert [note.partition(":")[0] for note in result.notes] == ["shards/shard_00003.tmp-1.zarr.zip", "process.json"]
-    assert "note: process.json: left by a process that ended" in result.to_text()
+    assert [note.partition(":")[0] for note in result.notes] == ["shards/shard_00003.tmp-1.zarr.zip", "processes/part-0-of-1-1.json"]
+    assert "note: processes/part-0-of-1-1.json: left by a process that ended" in result.to_text()
 
 
 def test_what_is_no_folder(tmp_path: Path) -> None:

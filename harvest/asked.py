@@ -1,0 +1,94 @@
+"""What a command asks for, in a digest that takes neither torch nor a tokenizer: a finished run answers it at once."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from harvest.contract import HarvestJob
+from harvest.errors import ModelError, StorageError
+from harvest.model.sources import Source, find_model
+from harvest.output import durable
+from harvest.output.folder import RunFolder
+from harvest.output.job import finished_job
+from harvest.request import HarvestRequest
+from harvest.settings import Engine
+
+
+def digest_prompts(texts: Sequence[str]) -> str:
+    """A digest of texts in their order."""
+    digest = hashlib.sha256()
+    for text in texts:
+        raw = text.encode()
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def folder_stem(model: str) -> str:
+    """What the names of a model's default folders begin with."""
+    return model.rstrip("/").replace("\\", "/").split("/")[-1].lower() or "model"
+
+
+def note_asked(folder: RunFolder, request: HarvestRequest, engine: Engine) -> None:
+    """Write down beside a finished run what was asked for, so that the same question finds its answer. No harm where it cannot be."""
+    digest = _asked(request, engine)
+    if digest is None or _read(folder) == digest:
+        return
+    try:
+        durable.write_whole(folder.asked, json.dumps({"asked": digest}).encode())
+    except StorageError:
+        # A run on a read-only disk is found the longer way.
+        return
+
+
+def find_answer(request: HarvestRequest, engine: Engine, out: str | Path | None, root: Path) -> HarvestJob | None:
+    """The job of a finished run of just this request and engine, in `out` or below `root`; None where a closer look is needed."""
+    digest = _asked(request, engine)
+    if digest is None:
+        return None
+    paths = [Path(out)] if out is not None else sorted(root.glob(f"{_escape(folder_stem(request.model))}-*"))
+    for folder in map(RunFolder, paths):
+        if _read(folder) == digest and not folder.copying.exists():
+            fingerprint = folder.fingerprint()
+            if fingerprint is not None and (job := finished_job(folder, fingerprint)):
+                return job
+    return None
+
+
+def _asked(request: HarvestRequest, engine: Engine) -> str | None:
+    """The digest of a request, an engine, and the state of the model's files; None where that state cannot be told."""
+    try:
+        state = _state(find_model(request.model))
+    except (ModelError, OSError):
+        return None
+    # Directions are arrays of the request, and its dump holds them as text.
+    fields = request.model_dump(mode="json", exclude={"prompts"})
+    body = {"request": fields, "prompts": digest_prompts(request.prompts), "engine": engine.model_dump(mode="json"), "model": state}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _state(source: Source) -> list[object]:
+    """What changes when a model's files do: their names, sizes and times in a folder; of the Hub's, the commit in the local cache."""
+    if source.is_tiny:
+        return [source.location]
+    if not source.is_local:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        ref = Path(HF_HUB_CACHE) / f"models--{source.location.replace('/', '--')}" / "refs" / "main"
+        return [source.location, ref.read_text().strip()]
+    folder = Path(source.location)
+    paths = [folder / source.gguf_file] if source.gguf_file else sorted(folder.iterdir())
+    files = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in paths if path.is_file()]
+    return [source.location, source.gguf_file, files]
+
+
+def _read(folder: RunFolder) -> str | None:
+    try:
+        return str(json.loads(folder.asked.read_bytes())["asked"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _escape(name: str) -> str:
+    """A name with nothing that a pattern of file names would take as its own."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
