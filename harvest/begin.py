@@ -42,7 +42,7 @@ def check_kind(folder: RunFolder) -> None:
     """Raise FolderError where a path that exists is no place for a run: a file, or a folder of other things."""
     if not folder.path.is_dir():
         raise FolderError(f"out: {folder.path} is a file; a run needs a folder of its own")
-    if read_job(folder) is None and not folder.request.exists() and not folder.is_vacant:
+    if read_job(folder) is None and not folder.request.exists() and folder.fingerprint() is None and not folder.is_vacant:
         raise FolderError(f"out: {folder.path} is not empty and holds no run of harvest; name another folder")
 
 

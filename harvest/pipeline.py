@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -111,12 +111,15 @@ def _telling(job: JobFile, presence: Presence, folder: RunFolder, prepared: Prep
             job.queue()
         else:
             job.cancel()
-        reporter.note(f"{len(folder.recorded())} of {len(prepared.plan.shards)} shards are finished")
+        with suppress(OSError):
+            reporter.note(f"{len(folder.recorded())} of {len(prepared.plan.shards)} shards are finished")
         raise
     except Exception as error:
-        # Where another process has taken this one's place, the job is that one's too.
-        if presence.holds:
-            job.fail(str(error) if isinstance(error, HarvestError) else f"{type(error).__name__}: {error}")
+        # What is wrong, such as too many open files, may stand in the way of this too; it must not be hidden by another error.
+        with suppress(OSError):
+            # Where another process has taken this one's place, the job is that one's too.
+            if presence.holds:
+                job.fail(str(error) if isinstance(error, HarvestError) else f"{type(error).__name__}: {error}")
         raise
 
 

@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 LINE_EVERY_S = 30.0
@@ -46,19 +48,25 @@ class StderrReporter:
         self._total = self._first_done = self._done = self._bytes = 0
         self._started = self._next_line = 0.0
         self._bar: Any = None
+        self._is_deaf = False
 
     def note(self, text: str) -> None:
         line = f"harvest: {text}"
-        if self._bar is None:
-            print(line, file=self._stream, flush=True)
-        else:
-            self._bar.write(line, file=self._stream)
+        if self._is_deaf:
+            return
+        with self._hearing():
+            if self._bar is None:
+                print(line, file=self._stream, flush=True)
+            else:
+                self._bar.write(line, file=self._stream)
 
     def begin(self, n_tokens: int, n_done: int) -> None:
         self._total, self._first_done, self._done = n_tokens, n_done, n_done
         self._started = time.monotonic()
         self._next_line = self._started + LINE_EVERY_S
-        if self._stream.isatty():
+        with self._hearing():
+            if self._is_deaf or not self._stream.isatty():
+                return
             from tqdm import tqdm
 
             self._bar = tqdm(total=n_tokens, initial=n_done, unit=self._UNIT, unit_scale=True, file=self._stream, dynamic_ncols=True)
@@ -66,8 +74,9 @@ class StderrReporter:
     def advance(self, n_tokens: int) -> None:
         self._done += n_tokens
         if self._bar is not None:
-            self._bar.set_postfix_str(size(self._bytes) if self._bytes else "", refresh=False)
-            self._bar.update(n_tokens)
+            with self._hearing():
+                self._bar.set_postfix_str(size(self._bytes) if self._bytes else "", refresh=False)
+                self._bar.update(n_tokens)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_EVERY_S
             self._print_line()
@@ -77,11 +86,21 @@ class StderrReporter:
 
     def end(self) -> None:
         if self._bar is not None:
-            self._bar.set_postfix_str(size(self._bytes) if self._bytes else "")
-            self._bar.close()
-            self._bar = None
+            bar, self._bar = self._bar, None
+            with self._hearing():
+                bar.set_postfix_str(size(self._bytes) if self._bytes else "")
+                bar.close()
         elif self._done > self._first_done:
             self._print_line()
+
+    @contextmanager
+    def _hearing(self) -> Iterator[None]:
+        """Say nothing more once nobody can hear it: a terminal that was closed, or a pipe's end, is no reason to end a run."""
+        try:
+            yield
+        except (OSError, ValueError):
+            # ValueError: the stream was closed in this process.
+            self._is_deaf, self._bar = True, None
 
     def _print_line(self) -> None:
         elapsed_s = time.monotonic() - self._started

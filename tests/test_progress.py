@@ -85,4 +85,21 @@ def test_durations(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(("n_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (12_345_678, "12.3 MB"), (5e14, "500 TB")])
 def test_sizes(n_bytes: float, text: str) -> None:
-    assert progress._size(n_bytes) == text
+    assert progress.size(n_bytes) == text
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_nobody_who_hears_is_no_reason_to_end_a_run(is_terminal: bool) -> None:
+    class Gone(io.StringIO):
+        n_writes = 0
+
+        def isatty(self) -> bool:
+            return is_terminal
+
+        def write(self, text: str) -> int:
+            self.n_writes += 1
+            raise BrokenPipeError
+
+    stream = Gone()
+    work(StderrReporter(stream))
+    assert stream.n_writes == 1

@@ -35,7 +35,11 @@ def storing(path: Path) -> Iterator[None]:
             errno.EACCES: "choose a folder that you may write to",
             errno.EPERM: "choose a folder that you may write to",
             errno.EROFS: "choose a folder that you may write to",
-            errno.EMFILE: "raise the limit of open files (ulimit -n)",
+            errno.EMFILE: "raise the limit of open files (ulimit -n), then run the same command again",
+            errno.ENFILE: "close other programs, or ask who runs this machine for more open files",
+            errno.ENOENT: "check that the disk is there, then run the same command again",
+            errno.ESTALE: "check that the disk is there, then run the same command again",
+            errno.ENAMETOOLONG: "choose a shorter name",
         }.get(error.errno or 0, "check the path, then run the same command again")
         raise StorageError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
 

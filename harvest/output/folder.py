@@ -75,8 +75,10 @@ class RunFolder:
     @property
     def is_vacant(self) -> bool:
         """Whether the folder holds nothing but what a process leaves that died as it began."""
-        begun = [path for path in self.path.iterdir() if path != self.processes and not durable.is_temporary(path)]
-        return all(path in (self._shards, self._records) and not any(path.iterdir()) for path in begun)
+        own = (self._shards, self._records)
+        others = [path for path in self.path.iterdir() if path not in own and path != self.processes]
+        others += [path for folder in own if folder.is_dir() for path in folder.iterdir()]
+        return all(durable.is_temporary(path) for path in others)
 
     def shard(self, index: int) -> Path:
         """The file of a shard."""
@@ -185,7 +187,7 @@ class RunFolder:
         try:
             return dict(json.loads(self._fingerprint.read_bytes()))
         except (OSError, ValueError, TypeError):
-            records = (Record.read(path) for path in sorted(self._records.glob("shard_*.json")))
+            records = (Record.read(self.record(index)) for index in sorted(self.recorded()))
             return next((record.fingerprint for record in records if record is not None), None)
 
     def temporary(self) -> list[Path]:

@@ -95,8 +95,11 @@ class Presence:
         self._path = Path()
 
     def __enter__(self) -> Self:
-        """Raises FolderError where another process works on the part, or on parts of another count."""
-        self._claim()
+        """Raises FolderError where another process works on the part, or on parts of another count, or nothing can be written there."""
+        try:
+            self._claim()
+        except StorageError as error:
+            raise FolderError(f"out: {error}") from error
         if not self.others():
             # What was asked of the processes before is no wish about this one.
             self._folder.cancel.unlink(missing_ok=True)

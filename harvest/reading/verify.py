@@ -108,7 +108,7 @@ def _prepare_rereading(folder: RunFolder, device: str) -> "Rereading":
 
 def _check_published(folder: RunFolder) -> Iterator[Finding]:
     """What is published of a run that is not whole: each shard against its record."""
-    for path in sorted(folder.record(0).parent.glob("shard_*.json")):
+    for path in map(folder.record, sorted(folder.recorded())):
         name = path.relative_to(folder.path).as_posix()
         record = Record.read(path)
         if record is None:
