@@ -68,6 +68,8 @@ def begin(folder: RunFolder, prepared: Prepared, presence: Presence) -> JobFile:
     goes_on = folder.request.exists() and folder.request.read_bytes() == body
     previous = read_job(folder) if goes_on else None
     if not goes_on:
+        if folder.request.exists() and not others:
+            durable.remove(folder.job)
         durable.write_whole(folder.request, body)
     return JobFile.begin(
         folder,

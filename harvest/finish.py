@@ -42,6 +42,7 @@ def make_whole(folder: RunFolder, prepared: Prepared, engine: Engine, job: JobFi
 
     Two processes that find the last record at once write the same bytes, each whole. Raises NotARunError where a record has gone since.
     """
+    job.refresh()
     stats = _write_stats(folder, prepared)
     published = [_published(folder, shard.index) for shard in prepared.plan.shards]
     _write_manifest(folder, prepared, job.job, stats, published)

@@ -48,7 +48,7 @@ def test_ranks_are_read_only_where_they_are_true(environment: dict[str, str], ra
 
 @pytest.mark.parametrize("change", [{"RANK": "4"}, {"WORLD_SIZE": "many"}, {"LOCAL_RANK": ""}])
 def test_a_rank_that_makes_no_sense(change: dict[str, str]) -> None:
-    with pytest.raises(RequestError, match="stand(s)? in the environment"):
+    with pytest.raises(RequestError, match=r"stands? in the environment"):
         find_rank(TORCHRUN | change)
 
 

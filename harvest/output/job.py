@@ -28,22 +28,26 @@ class JobFile:
         fresh = {"job_id": uuid4(), "run_id": uuid4(), "created_at": utc_now()}
         kept = {} if previous is None else previous.model_dump(include=set(fresh))
         job = HarvestJob(**{**fresh, **kept, **fields}, status="pending", tokens=None, started_at=None, completed_at=None)
-        if not is_shared:
-            file = cls(folder, job)
+        file = cls(folder, job)
+        if previous is None:
+            # Of several parts that begin at once one gives the run its ids.
+            if not durable.write_new(folder.job, job.to_json().encode()):
+                file.refresh()
+        elif is_shared:
+            file.job = previous
+        else:
             file._write()
-        elif not durable.write_new(folder.job, job.to_json().encode()):
-            job = read_job(folder) or job
-        return cls(folder, job)
+        return file
 
     def start(self) -> None:
         """The model is about to be loaded."""
-        self._refresh()
+        self.refresh()
         if self.job.status != "running":
             self._change(status="running", tokens=None, started_at=utc_now(), completed_at=None, error=None)
 
     def finish(self, result: HarvestResult) -> None:
         """All files are in place."""
-        self._refresh()
+        self.refresh()
         now = utc_now()
         fields: dict[str, Any] = {"completed_at": now, "tokens": result.tokens, "result": result, "urls_expire_at": now + URL_LIFETIME}
         self._change(status="done", started_at=self.job.started_at or now, error=None, **fields)
@@ -58,12 +62,12 @@ class JobFile:
 
     def cancel(self) -> None:
         """The run was stopped. It is charged what it had reserved where it had started."""
-        self._refresh()
+        self.refresh()
         tokens = 0 if self.job.started_at is None else self.job.reserved_tokens
         self._end(status="cancelled", tokens=tokens, completed_at=utc_now())
 
     def _end(self, **fields: Any) -> None:
-        self._refresh()
+        self.refresh()
         if self.job.status == "done":
             # Another process of the same run made it whole meanwhile.
             return
@@ -71,7 +75,7 @@ class JobFile:
         with contextlib.suppress(StorageError):
             self._change(**fields)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """The job as it is on disk: other processes of the run change it too."""
         self.job = read_job(self._folder) or self.job
 

@@ -93,6 +93,8 @@ class Presence:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="harvest-presence", daemon=True)
         self._path = Path()
+        # Claims that were found to be dead, though their last sign of life may look recent by this machine's clock.
+        self._dead: set[Claim] = set()
 
     def __enter__(self) -> Self:
         """Raises FolderError where another process works on the part, or on parts of another count, or nothing can be written there."""
@@ -123,7 +125,7 @@ class Presence:
 
     def others(self) -> list[Claim]:
         """The claims of the other processes that work on the folder now."""
-        return [claim for claim in live_claims(self._folder) if claim.path != self._path]
+        return [claim for claim in live_claims(self._folder) if claim.path != self._path and claim not in self._dead]
 
     def _claim(self) -> None:
         data = json.dumps(asdict(self._process)).encode()
@@ -132,6 +134,7 @@ class Presence:
             for claim in claims(self._folder):
                 if claim.conflicts(self._part):
                     self._wait_for_death(claim)
+                    self._dead.add(claim)
             self._path = self._next_path()
             with _retrying_where_the_folder_went():
                 if durable.write_new(self._path, data):
