@@ -14,13 +14,14 @@ from harvest.contract import HarvestJob
 from harvest.errors import CancelledError, FolderError, HarvestError, RequestError, RequeuedError, StorageError
 from harvest.finish import Clock, make_whole, missing_shards
 from harvest.input.plan import Window
+from harvest.model.blocks import LoadedDecoder
 from harvest.model.capture import Capture
 from harvest.model.load import load_decoder
 from harvest.model.soundness import check_stream
 from harvest.model.transfer import Transfer
 from harvest.output.folder import RunFolder
-from harvest.output.job import JobFile, with_fresh_links
-from harvest.output.presence import Presence, check_free
+from harvest.output.job import JobFile, read_job, with_fresh_links
+from harvest.output.presence import Presence, check_free, live_claims
 from harvest.output.space import check_space, needed_bytes
 from harvest.output.writers import WindowBuffers, Writers
 from harvest.parts import WHOLE, Part, find_rank
@@ -75,7 +76,7 @@ def run(
         folder.make()
     except StorageError as error:
         raise FolderError(f"out: {error}") from error
-    with Presence(folder, stop, share, reporter.note) as presence:
+    with _leaving_in_order(folder), Presence(folder, stop, share, reporter.note) as presence:
         if overwrite:
             empty(folder, reporter)
         elif finished := look(folder, prepared, Silent()):
@@ -88,8 +89,20 @@ def run(
             missing = missing_shards(folder, prepared)
             if not missing:
                 return with_fresh_links(folder, make_whole(folder, prepared, engine, job, clock))
-            _say_missing(missing, share, presence, job, prepared, reporter)
-            return job.job
+            _say_missing(missing, share, presence, prepared, reporter)
+    return read_job(folder) or job.job
+
+
+@contextmanager
+def _leaving_in_order(folder: RunFolder) -> Iterator[None]:
+    """Once this process has given its claim back: a run that nobody works on any more, and that is not whole, waits to be gone on with."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            job = read_job(folder)
+            if job is not None and job.status == "running" and not live_claims(folder):
+                JobFile(folder, job).queue()
 
 
 def _answer(finished: HarvestJob, folder: RunFolder, prepared: Prepared, engine: Engine, reporter: Reporter) -> HarvestJob:
@@ -107,9 +120,7 @@ def _telling(job: JobFile, presence: Presence, folder: RunFolder, prepared: Prep
         job.cancel()
         raise CancelledError(f"stopped at once; {GOES_ON}") from None
     except CancelledError as error:
-        if isinstance(error, RequeuedError):
-            job.queue()
-        else:
+        if not isinstance(error, RequeuedError):
             job.cancel()
         with suppress(OSError):
             reporter.note(f"{len(folder.recorded())} of {len(prepared.plan.shards)} shards are finished")
@@ -137,20 +148,41 @@ def _carry_out(
     if not todo:
         return
     if space_check:
-        unwritten = [shard for shard in prepared.plan.shards if shard.index not in done | folder.recorded()]
+        written = done | folder.recorded()
+        unwritten = [shard for shard in prepared.plan.shards if shard.index not in written]
         check_space(folder, needed_bytes(prepared.layout, unwritten, prepared.reserved_tokens))
     started = time.monotonic()
-    decoder = load_decoder(prepared.description, torch.device(prepared.settings.device), getattr(torch, prepared.settings.compute_dtype))
+    device = torch.device(prepared.settings.device)
+    if device.type == "cuda":
+        # Kernels that are compiled under way are launched on the current card, whichever their tensors are on.
+        torch.cuda.set_device(device)
+    decoder = _load(prepared, device)
     clock.load_s = time.monotonic() - started
     stop.check()
-    longest = prepared.plan.lengths.argmax()
-    check_stream(decoder, prepared.description.n_layers, prepared.tokens.of(int(longest)))
     n_own = sum(window.n_tokens for unit in units for window in unit)
     reporter.begin(n_own, n_own - sum(window.n_tokens for window in todo))
     try:
         _run_windows(folder, prepared, decoder, todo, done, clock, reporter, stop)
     finally:
         reporter.end()
+
+
+def _load(prepared: Prepared, device: torch.device) -> LoadedDecoder:
+    """The decoder up to the deepest asked block, once it is seen to have a stream that is read right."""
+    dtype, n_blocks = getattr(torch, prepared.settings.compute_dtype), prepared.layers[-1] + 1
+    ids = prepared.tokens.of(int(prepared.plan.lengths.argmax()))
+    decoder = load_decoder(prepared.description, device, dtype, n_blocks)
+    try:
+        check_stream(decoder, ids)
+    except HarvestError:
+        raise
+    except Exception:
+        # A model that asks for a block above the cut is read whole, and must show there what it does with its blocks.
+        if not decoder.is_cut:
+            raise
+        decoder = load_decoder(prepared.description, device, dtype, prepared.description.n_layers)
+        check_stream(decoder, ids)
+    return decoder
 
 
 def _find_done(folder: RunFolder, prepared: Prepared, shards: Iterable[int], reporter: Reporter, stop: StopFlag) -> set[int]:
@@ -167,7 +199,7 @@ def _find_done(folder: RunFolder, prepared: Prepared, shards: Iterable[int], rep
     return done
 
 
-def _say_missing(missing: Sequence[int], share: Part, presence: Presence, job: JobFile, prepared: Prepared, reporter: Reporter) -> None:
+def _say_missing(missing: Sequence[int], share: Part, presence: Presence, prepared: Prepared, reporter: Reporter) -> None:
     """Say what others have still to do before the run is whole. Raises StorageError for a shard of this process's own that has gone."""
     units = prepared.plan.units()
     parts: dict[int, int] = {}
@@ -185,14 +217,12 @@ def _say_missing(missing: Sequence[int], share: Part, presence: Presence, job: J
         f"{share} is done; {len(missing)} of {len(parts)} shards are still missing, those of part {shown}{working}; "
         "whichever part ends last makes the run whole"
     )
-    if not others:
-        job.queue()
 
 
 def _run_windows(
     folder: RunFolder,
     prepared: Prepared,
-    decoder: torch.nn.Module,
+    decoder: LoadedDecoder,
     todo: Sequence[Window],
     done: set[int],
     clock: Clock,
@@ -221,7 +251,6 @@ def _check(stop: StopFlag, writers: Writers) -> None:
     writers.check()
 
 
-def _capture(prepared: Prepared, decoder: torch.nn.Module) -> Capture:
-    description = prepared.description
+def _capture(prepared: Prepared, decoder: LoadedDecoder) -> Capture:
     store_dtype = getattr(torch, prepared.settings.store_dtype)
-    return Capture(decoder, prepared.layers, description.n_layers, description.hidden_size, store_dtype, prepared.directions_DH)
+    return Capture(decoder, prepared.layers, prepared.description.hidden_size, store_dtype, prepared.directions_DH)

@@ -151,6 +151,9 @@ main()
         (["export", "run1", "out", "--format", "npz"], 2),
         (["fetch", "--help"], 0),
         (["fetch", "nowhere.json", "out"], 2),
+        (["sbatch", "--out", "run1", "--prompts", "p.jsonl"], 0),
+        (["sbatch", "--parts", "0", "--out", "run1"], 2),
+        (["run", "--prompts", "PROMPTS", "--part", "4/4"], 2),
     ],
 )
 def test_help_and_errors_in_the_command_line_need_neither_torch_nor_transformers_nor_zarr(

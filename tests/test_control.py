@@ -76,6 +76,26 @@ def published(folder: RunFolder) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in (folder.path / "shards").iterdir()}
 
 
+def test_a_run_to_be_queued_again_is_pending(working: tuple[subprocess.Popen[str], RunFolder]) -> None:
+    process, folder = working
+    process.kill()
+    process.communicate()
+    command = [*process.args, "--on-term", "requeue"]  # type: ignore[misc]
+    again = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        n_before = len(folder.recorded())
+        wait_for(lambda: again.poll() is not None or len(folder.recorded()) > n_before)
+        again.send_signal(signal.SIGTERM)
+        out, said = again.communicate(timeout=30)
+    finally:
+        again.kill()
+        again.communicate()
+    assert (again.returncode, out) == (75, ""), said
+    job = check(status(folder))
+    assert (job.status, job.tokens, job.started_at, job.completed_at) == ("pending", None, None, None)
+    assert len(folder.recorded()) > n_before
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (None, 130)])
 def test_a_stop_ends_the_run_after_its_batch_and_keeps_what_is_published(
     number: int | None, code: int, working: tuple[subprocess.Popen[str], RunFolder]

@@ -2,10 +2,10 @@
 
 from typing import NoReturn
 
-from harvest.cli import job, lists, results, run
+from harvest.cli import job, lists, results, run, sbatch
 from harvest.cli.group import cli
 
-__all__ = ["cli", "job", "lists", "main", "results", "run"]
+__all__ = ["cli", "job", "lists", "main", "results", "run", "sbatch"]
 
 
 def main() -> NoReturn:

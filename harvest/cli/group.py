@@ -20,6 +20,10 @@ class _Group(click.Group):
         except HarvestError as error:
             click.echo(f"harvest: error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:
+            # Of a name that is too long, say: the system's own words name the file and what is wrong with it.
+            click.echo(f"harvest: error: {error.filename or 'the system'}: {error.strerror or error}", err=True)
+            ctx.exit(HarvestError.exit_code)
         except KeyboardInterrupt:
             # Before a run has begun there is nothing to finish.
             click.echo("harvest: stopped; nothing was begun", err=True)

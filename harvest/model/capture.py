@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from harvest.errors import ModelError, StreamError
+from harvest.errors import StreamError
+from harvest.model.blocks import LoadedDecoder, stream_of
 
 # Rows that are widened to float32 at a time for a projection: 128 MiB at a hidden size of 8,192.
 _ROWS_WIDENED = 4096
@@ -35,48 +36,27 @@ class _DeepestReadError(Exception):
     """Ends a forward pass after the deepest asked block: what lies above, and the head, is never computed."""
 
 
-def find_blocks(decoder: torch.nn.Module, n_layers: int) -> torch.nn.ModuleList:
-    """The decoder's blocks: its outermost ModuleList with one entry a layer. Raises ModelError."""
-    lists = [
-        (name.count("."), module)
-        for name, module in decoder.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == n_layers
-    ]
-    if not lists:
-        raise ModelError(
-            f"model: {type(decoder).__name__} has no list of {n_layers} decoder blocks, so there is no residual stream to read between them"
-        )
-    return min(lists, key=lambda entry: entry[0])[1]
-
-
-def stream_of(output: Any) -> Any:
-    """The residual stream in what a block hands out: about twenty families answer a tuple or a list, whose first entry it is."""
-    return output[0] if isinstance(output, (tuple, list)) else output
-
-
 class Capture:
     """A decoder whose asked blocks hand out their output. A context manager: the hooks are removed at its end."""
 
     def __init__(
         self,
-        decoder: torch.nn.Module,
+        decoder: LoadedDecoder,
         layers: Sequence[int],
-        n_layers: int,
         hidden_size: int,
         store_dtype: torch.dtype,
         directions_DH: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Hook the blocks of `layers`, ascending. With directions the stream is projected onto them before it is kept."""
-        self._decoder = decoder
+        self._decoder = decoder.module
         self._layers = list(layers)
         self._hidden_size = hidden_size
         self._store_dtype = store_dtype
-        self._device = next(decoder.parameters()).device
+        self._device = decoder.device
         self._directions_DH = None if directions_DH is None else torch.from_numpy(directions_DH).to(self._device)
         self._width = hidden_size if directions_DH is None else len(directions_DH)
-        blocks = find_blocks(decoder, n_layers)
         self._hooks = [
-            blocks[layer].register_forward_hook(self._hook(position, layer), with_kwargs=False)
+            decoder.blocks[layer].register_forward_hook(self._hook(position, layer), with_kwargs=False)
             for position, layer in enumerate(self._layers)
         ]
         self._pass: _Pass | None = None

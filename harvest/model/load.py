@@ -1,5 +1,6 @@
 """A model's config and tokenizer, read first and cheaply; then its decoder's weights, on the device."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +8,10 @@ from typing import Any, get_args
 
 import torch
 import transformers
-from safetensors import SafetensorError
 
 from harvest.errors import ModelError
 from harvest.model import tiny
+from harvest.model.blocks import LoadedDecoder, cut_class, find_blocks, find_decoder
 from harvest.model.revision import folder_revision
 from harvest.model.sources import Source
 from harvest.settings import Dtype
@@ -53,6 +54,12 @@ def describe(source: Source, check: Callable[[], None] = lambda: None) -> Descri
         tokenizer = _from_pretrained(transformers.AutoTokenizer, source)
         revision = getattr(config, "_commit_hash", None) or folder_revision(Path(source.location), source.gguf_file, check)
     text = config.get_text_config(decoder=True)
+    for name in ("num_hidden_layers", "hidden_size"):
+        value = getattr(text, name, None)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(
+                f"model: the config of {source.name} has {name} {value!r}, where a number from 1 was expected; mend config.json"
+            )
     return Description(
         source=source,
         config=config,
@@ -71,8 +78,8 @@ def describe(source: Source, check: Callable[[], None] = lambda: None) -> Descri
 def max_context(config: Any) -> int | None:
     """The longest input, in tokens, that a config allows; None where it names no limit, as state-space models do."""
     text = config.get_text_config(decoder=True)
-    # Bloom's seq_length and MPT's max_seq_len are the same limit by older names.
-    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
+    # Bloom's seq_length, MPT's max_seq_len and Whisper's max_target_positions are the same limit by other names.
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length", "max_target_positions"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value
@@ -92,21 +99,47 @@ def find_length_switches(text_config: Any) -> tuple[int, ...]:
     return tuple(sorted(length for length in switches if isinstance(length, int)))
 
 
-def load_decoder(description: Description, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """Load a model's decoder, without its LM head, ready for inference. Raises ModelError."""
-    source = description.source
+def load_decoder(
+    description: Description, device: torch.device, dtype: torch.dtype, n_blocks: int, allow_cut: bool = True
+) -> LoadedDecoder:
+    """Load the first `n_blocks` blocks of a model's decoder, without its LM head, ready for inference. Raises ModelError.
+
+    Where a model cannot be made without the blocks above, or must not, as allow_cut says, they are loaded too and then dropped.
+    """
+    source, n_layers = description.source, description.n_layers
     if source.is_tiny:
-        model: Any = tiny.tiny_model()
-        decoder: torch.nn.Module = model.to(device=device, dtype=dtype).get_decoder()
+        decoder = find_decoder(tiny.tiny_model(), n_layers).to(device=device, dtype=dtype)
+    elif allow_cut:
+        try:
+            model_class = cut_class(_model_class(description), n_layers, n_blocks)
+            decoder = _load(model_class, description, device, dtype, n_blocks)
+        except Exception:
+            # Whatever stands in the way of a cut model, the whole one shows whether the model itself is at fault.
+            return load_decoder(description, device, dtype, n_blocks, allow_cut=False)
     else:
-        # An explicit device map makes the weights go to the device as they are read, and not through a second copy in host memory.
-        kwargs = {"dtype": dtype, "device_map": {"": device}, "output_loading_info": True}
-        model, info = _from_pretrained(transformers.AutoModelForCausalLM, source, **kwargs)
-        decoder = model.get_decoder()
-        _check_weights(source, decoder, model, info)
+        decoder = _load(_model_class(description), description, device, dtype, n_layers)
+    n_loaded = n_blocks if not source.is_tiny and allow_cut else n_layers
+    blocks = find_blocks(decoder, n_loaded)
+    if n_loaded > n_blocks:
+        # They are never run, so nothing misses their weights.
+        for block in blocks[n_blocks:]:
+            block.to("meta")
     decoder.eval()
     decoder.requires_grad_(False)
+    return LoadedDecoder(decoder, list(blocks[:n_blocks]), is_cut=n_loaded < n_layers)
+
+
+def _load(model_class: Any, description: Description, device: torch.device, dtype: torch.dtype, n_blocks: int) -> torch.nn.Module:
+    # An explicit device map makes the weights go to the device as they are read, and not through a second copy in host memory.
+    kwargs = {"dtype": dtype, "device_map": {"": device}, "output_loading_info": True, "config": copy.deepcopy(description.config)}
+    model, info = _from_pretrained(model_class, description.source, **kwargs)
+    decoder = find_decoder(model, n_blocks)
+    _check_weights(description.source, decoder, model, info)
     return decoder
+
+
+def _model_class(description: Description) -> Any:
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(description.config)]
 
 
 def _check_weights(source: Source, decoder: torch.nn.Module, model: Any, info: dict[str, Any]) -> None:
@@ -137,9 +170,10 @@ def _from_pretrained(auto_class: Any, source: Source, **kwargs: Any) -> Any:
         kwargs["gguf_file"] = source.gguf_file
     try:
         return auto_class.from_pretrained(source.location, **kwargs)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
+        # Files that are not what they should be make transformers stumble in any of many ways.
         what = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(auto_class.__name__, "weights")
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         hint = (
             ""
             if source.is_local

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from harvest.errors import ModelError
-from harvest.model.capture import find_blocks, stream_of
+from harvest.model.blocks import LoadedDecoder, stream_of
 
 # Tokens of the prompt that is tried: enough to look ahead, and a moment's work for any model.
 _MAX_TOKENS = 64
@@ -23,14 +23,14 @@ _CAUSAL_BOUND = 1e-3
 
 
 @torch.inference_mode()
-def check_stream(decoder: torch.nn.Module, n_layers: int, ids: npt.NDArray[np.int32]) -> None:
-    """Run a prompt, and the same with another second half, through all blocks of a decoder. Raises ModelError with what was seen.
+def check_stream(decoder: LoadedDecoder, ids: npt.NDArray[np.int32]) -> None:
+    """Run a prompt, and the same with another second half, through all loaded blocks. Raises ModelError with what was seen.
 
     Each block must be called once, in order, and take in what the one before it handed out; and no token's stream may depend on the
     tokens to its right, since prompts are padded there without a mask.
     """
     ids = ids[:_MAX_TOKENS]
-    whole = _trace(decoder, n_layers, ids)
+    whole = _trace(decoder, ids)
     n_kept = (len(ids) + 1) // 2
     largest = int(ids.max())
     if n_kept == len(ids) or largest == 0:
@@ -38,21 +38,21 @@ def check_stream(decoder: torch.nn.Module, n_layers: int, ids: npt.NDArray[np.in
     # Another id in each later place, and none beyond those that the embedding is known to have.
     steps = 1 + 7 * np.arange(len(ids) - n_kept) % largest
     others = ((ids[n_kept:] + steps) % (largest + 1)).astype(ids.dtype)
-    changed = _trace(decoder, n_layers, np.concatenate([ids[:n_kept], others]))
+    changed = _trace(decoder, np.concatenate([ids[:n_kept], others]))
     before_TH, after_TH = whole[0, :n_kept].float(), changed[0, :n_kept].float()
     # The greatest move counts: in a model with short windows only the tokens beside the change see it.
     error = float(((before_TH - after_TH).norm(dim=1) / before_TH.norm(dim=1)).max())
     # A stream that is not finite is no question of causality; reading it names the layer and the place.
     if np.isfinite(error) and error > _CAUSAL_BOUND:
+        name = type(decoder.module).__name__
         raise ModelError(
-            f"model: the stream of {type(decoder).__name__} changes by {error:.2g} of its norm when the tokens to its right are others, "
+            f"model: the stream of {name} changes by {error:.2g} of its norm when the tokens to its right are others, "
             "so it is not causal without a mask; harvest reads decoders, whose tokens look to the left only"
         )
 
 
-def _trace(decoder: torch.nn.Module, n_layers: int, ids: npt.NDArray[np.int32]) -> torch.Tensor:
+def _trace(decoder: LoadedDecoder, ids: npt.NDArray[np.int32]) -> torch.Tensor:
     """The last block's output [1, token, hidden], after a check of every block's call."""
-    blocks = find_blocks(decoder, n_layers)
     called: list[int] = []
     streams: list[torch.Tensor] = []
     broken: list[int] = []
@@ -69,16 +69,15 @@ def _trace(decoder: torch.nn.Module, n_layers: int, ids: npt.NDArray[np.int32]) 
             streams.append(stream)
 
     hooks = []
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(decoder.blocks):
         hooks.append(block.register_forward_pre_hook(lambda _m, args, kwargs, n=number: before(n, args, kwargs), with_kwargs=True))
         hooks.append(block.register_forward_hook(lambda _m, _args, output, n=number: after(n, output)))
     try:
-        device = next(decoder.parameters()).device
-        decoder(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(device), use_cache=False)
+        decoder.module(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(decoder.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    name = type(decoder).__name__
+    name, n_layers = type(decoder.module).__name__, len(decoder.blocks)
     if called != list(range(n_layers)):
         shown = ", ".join(map(str, called[:12])) + (", …" if len(called) > 12 else "")
         raise ModelError(

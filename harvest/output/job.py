@@ -98,7 +98,7 @@ def read_job(folder: RunFolder) -> HarvestJob | None:
 def finished_job(folder: RunFolder, fingerprint: Fingerprint) -> HarvestJob | None:
     """The job of a finished run of this fingerprint, all of whose files are there, with fresh links; else None."""
     job = read_job(folder)
-    if job is None or job.result is None or not (folder.manifest.exists() and folder.stats.exists()):
+    if job is None or job.status != "done" or job.result is None or not (folder.manifest.exists() and folder.stats.exists()):
         return None
     if not all(folder.is_there(index, fingerprint) for index in range(job.result.n_shards)):
         return None

@@ -19,7 +19,7 @@ import torch
 
 from harvest.contract import Manifest
 from harvest.errors import ModelError, NotARunError, RequestError
-from harvest.model.capture import find_blocks
+from harvest.model.blocks import LoadedDecoder
 from harvest.model.device import resolve_device
 from harvest.model.load import Description, describe, load_decoder
 from harvest.model.sources import find_model
@@ -99,7 +99,7 @@ class Rereading:
     def read(self, n_prompts: int, findings: list[Finding]) -> Reread:
         """Read so many prompts, spread evenly over the run, and compare; what does not agree is added to the findings."""
         manifest = self._run.manifest
-        decoder = load_decoder(self._description, self._device, getattr(torch, self._compute_dtype))
+        decoder = load_decoder(self._description, self._device, getattr(torch, self._compute_dtype), self._description.n_layers)
         prompts = spread(n_prompts, self._run.n_prompts)
         for prompt in prompts:
             findings += self._check_prompt(prompt, decoder)
@@ -118,7 +118,7 @@ class Rereading:
                 f"and the run was made with one of {width} values that has the layers {run.layers}"
             )
 
-    def _check_prompt(self, prompt: int, decoder: torch.nn.Module) -> Iterator[Finding]:
+    def _check_prompt(self, prompt: int, decoder: LoadedDecoder) -> Iterator[Finding]:
         """Read one prompt's stored ids anew and tally the values; findings are of what cannot be read, and of its ids."""
         where = _shard_of(prompt, self._run.manifest)
         try:
@@ -137,7 +137,7 @@ class Rereading:
         def tally(position: int, stream_TH: torch.Tensor) -> None:
             self._tallies[position].add(prompt, stream_TH, stored_LTW[position].double(), self._directions_DH)
 
-        read_plain(decoder, self._description.n_layers, ids_T, self._run.layers, tally)
+        read_plain(decoder, ids_T, self._run.layers, tally)
 
 
 def spread(n: int, n_prompts: int) -> list[int]:
@@ -146,16 +146,14 @@ def spread(n: int, n_prompts: int) -> list[int]:
 
 
 @torch.inference_mode()
-def read_plain(
-    decoder: torch.nn.Module, n_layers: int, ids_T: torch.Tensor, layers: Sequence[int], visit: Callable[[int, torch.Tensor], None]
-) -> None:
+def read_plain(decoder: LoadedDecoder, ids_T: torch.Tensor, layers: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> None:
     """Run one prompt and hand over the stream after each block of `layers`, by its place there: float64 [T, H], on the CPU."""
-    with _hooks(find_blocks(decoder, n_layers), layers, visit):
-        decoder(input_ids=ids_T.long()[None].to(next(decoder.parameters()).device), use_cache=False)
+    with _hooks(decoder.blocks, layers, visit):
+        decoder.module(input_ids=ids_T.long()[None].to(decoder.device), use_cache=False)
 
 
 @contextmanager
-def _hooks(blocks: torch.nn.ModuleList, layers: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+def _hooks(blocks: Sequence[torch.nn.Module], layers: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
     def give(position: int, stream_BTH: Any) -> None:
         visit(position, stream_BTH[0].cpu().double())
 

@@ -12,10 +12,15 @@ from conftest import TEXTS, tiny_request
 
 import harvest
 from harvest.errors import ModelError, StreamError
-from harvest.model.capture import Capture, find_blocks
+from harvest.model.blocks import LoadedDecoder, find_blocks
+from harvest.model.capture import Capture
 from harvest.model.tiny import tiny_model
 
 IDS = [np.array([256, 1, 2, 3], dtype=np.int32), np.array([256, 9], dtype=np.int32)]
+
+
+def loaded(module: torch.nn.Module, n_blocks: int = 3) -> LoadedDecoder:
+    return LoadedDecoder(module, find_blocks(module, n_blocks))
 
 
 class Decoder(torch.nn.Module):
@@ -35,7 +40,7 @@ class Decoder(torch.nn.Module):
 
 
 def read(decoder: torch.nn.Module, layers: list[int], **kwargs: Any) -> Any:
-    with Capture(decoder, layers, **{"n_layers": 3, "hidden_size": 8, "store_dtype": torch.float32, **kwargs}) as capture:
+    with Capture(loaded(decoder), layers, **{"hidden_size": 8, "store_dtype": torch.float32, **kwargs}) as capture:
         return capture.read(IDS)
 
 
@@ -71,7 +76,7 @@ def test_a_model_without_blocks_is_refused() -> None:
 
 def test_hooks_are_gone_after_the_capture() -> None:
     model = tiny_model().get_decoder()
-    with Capture(model, [1], 4, 64, torch.float32) as capture:
+    with Capture(loaded(model, 4), [1], 64, torch.float32) as capture:
         capture.read(IDS)
     assert all(not module._forward_hooks for module in model.modules())
 

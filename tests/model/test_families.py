@@ -11,6 +11,9 @@ import transformers
 from conftest import LLAMA_LIKE, SMALL, TEXTS, read_96
 
 import harvest
+from harvest.model.blocks import find_blocks
+from harvest.model.load import describe, load_decoder
+from harvest.model.sources import find_model
 
 # A config of each family, and where its model keeps the final norm.
 FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -74,6 +77,26 @@ def check_against_transformers(run: harvest.Run, model: Any, final_norm: str, bo
 
 def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((ours.double() - reference.double()).norm() / reference.double().norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_the_blocks_above_and_the_head_computes_the_same_bits(family: str, save_model: Any, tmp_path: Path) -> None:
+    folder = save_model(FAMILIES[family][0]())
+    engine = harvest.Engine(store_dtype="float32", batch_tokens=640)
+    for name, layers in (("whole", "all"), ("cut", [0, 1])):
+        harvest.run(harvest.HarvestRequest(model=str(folder), prompts=TEXTS, layers=layers), tmp_path / name, engine)
+    whole, cut = harvest.open(tmp_path / "whole"), harvest.open(tmp_path / "cut")
+    for prompt in range(len(TEXTS)):
+        assert torch.equal(cut.prompt(prompt), whole.prompt(prompt)[:2]), prompt
+
+    description = describe(find_model(str(folder)))
+    decoder = load_decoder(description, torch.device("cpu"), torch.float32, 2)
+    assert decoder.is_cut
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    per_block = sum(weights.numel() for weights in find_blocks(model, 4)[3].parameters())
+    n_all = sum(weights.numel() for weights in model.parameters())
+    n_loaded = sum(weights.numel() for weights in decoder.module.parameters())
+    assert n_loaded <= n_all - 2 * per_block
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,5 +1,8 @@
 """What a model's folder must hold."""
 
+import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,9 @@ import transformers
 from conftest import LLAMA_LIKE
 
 import harvest
-from harvest.errors import ModelError
+from harvest.errors import CancelledError, ModelError
 from harvest.model.revision import folder_revision
+from harvest.stop import StopFlag
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -56,6 +60,56 @@ def test_a_revision_changes_with_the_weights_and_not_with_the_place(tmp_path: Pa
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(weights)
     assert folder_revision(folders[0]) == folder_revision(folders[1])
-    weights[5 << 20 : (5 << 20) + (64 << 10)] = bytes(64 << 10)
+    weights[5_000_001] ^= 1
     (folders[1] / "model.safetensors").write_bytes(weights)
     assert folder_revision(folders[0]) != folder_revision(folders[1])
+
+
+def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARVEST_CACHE", str(tmp_path / "cache"))
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(os.urandom(17 << 20))
+    n_blocks: list[int] = []
+    first = folder_revision(weights.parent, check=lambda: n_blocks.append(1))
+    assert len(n_blocks) == 3
+    assert folder_revision(weights.parent, check=lambda: n_blocks.append(1)) == first
+    assert len(n_blocks) == 3
+    # What was remembered does not stand for a file of another time; and where it is torn, the file is read.
+    os.utime(weights, (1, 1))
+    assert folder_revision(weights.parent, check=lambda: n_blocks.append(1)) == first
+    assert len(n_blocks) == 6
+    (memory,) = (tmp_path / "cache" / "revisions").iterdir()
+    memory.write_text("{")
+    assert folder_revision(weights.parent, check=lambda: n_blocks.append(1)) == first
+    assert len(n_blocks) == 9
+
+
+def test_a_stop_is_heard_while_weights_are_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(20 << 20))
+    stop = StopFlag()
+    stop.ask(CancelledError("enough"))
+    with pytest.raises(CancelledError, match="enough"):
+        folder_revision(tmp_path, check=stop.check)
+
+
+BROKEN = ["null", "[]", "4", '{"model_type": "llama", "num_hidden_layers": "4"}', '{"model_type": "llama", "dtype": "x"}']
+
+
+@pytest.mark.parametrize("text", BROKEN)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_files_that_are_not_what_they_should_be(name: str, text: str, save_model: Any, tmp_path: Path) -> None:
+    shutil.copytree(save_model(transformers.LlamaConfig(**LLAMA_LIKE)), tmp_path / "model")
+    (tmp_path / "model" / name).write_text(text)
+    with pytest.raises(ModelError, match=r"model: the (config|tokenizer) of "):
+        harvest.run(harvest.HarvestRequest(model=str(tmp_path / "model"), prompts=["a"]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("layers", [0, -1])
+def test_a_model_without_blocks(layers: int, save_model: Any, tmp_path: Path) -> None:
+    shutil.copytree(save_model(transformers.LlamaConfig(**LLAMA_LIKE)), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        harvest.run(harvest.HarvestRequest(model=str(tmp_path / "model"), prompts=["a"]), tmp_path / "run")

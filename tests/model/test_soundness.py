@@ -12,9 +12,14 @@ from conftest import LLAMA_LIKE, SMALL, TEXTS
 
 import harvest
 from harvest.errors import ModelError
+from harvest.model.blocks import LoadedDecoder, find_blocks
 from harvest.model.soundness import check_stream
 
 IDS = np.array([256, 1, 2, 3, 4, 5], dtype=np.int32)
+
+
+def loaded(module: torch.nn.Module, n_blocks: int = 3) -> LoadedDecoder:
+    return LoadedDecoder(module, find_blocks(module, n_blocks))
 
 
 class Decoder(torch.nn.Module):
@@ -38,8 +43,8 @@ class Decoder(torch.nn.Module):
 
 
 def test_a_decoder_passes() -> None:
-    check_stream(Decoder([0, 1, 2]), 3, IDS)
-    check_stream(Decoder([0, 1, 2]), 3, IDS[:1])
+    check_stream(loaded(Decoder([0, 1, 2])), IDS)
+    check_stream(loaded(Decoder([0, 1, 2])), IDS[:1])
 
 
 @pytest.mark.parametrize(
@@ -58,12 +63,12 @@ def test_a_decoder_passes() -> None:
 def test_what_would_give_wrong_numbers_is_refused(decoder: Any, message: str) -> None:
     for ids in (IDS, IDS[:2], IDS[:3], np.repeat(IDS[1:2], 6), np.concatenate([IDS, IDS[::-1]])):
         with pytest.raises(ModelError, match=message):
-            check_stream(decoder, 3, ids)
+            check_stream(loaded(decoder), ids)
 
 
 def test_no_hook_is_left() -> None:
     decoder = Decoder([0, 1, 2])
-    check_stream(decoder, 3, IDS)
+    check_stream(loaded(decoder), IDS)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in decoder.modules())
 
 

@@ -1,0 +1,86 @@
+"""A model's decoder and its blocks: where they are, and a class of model that has only the first of them.
+
+What lies above the deepest asked block is never run, so it need not be loaded either. Cutting the config instead, to fewer layers, would
+change what a model computes from its depth, and lists that the config holds for each layer; so the model is made as its config says, on
+the meta device, and the blocks and the head that nobody needs are taken out before the weights come.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harvest.errors import ModelError
+
+
+@dataclass(frozen=True)
+class LoadedDecoder:
+    """A decoder that is ready for inference, and its blocks, the first `len(blocks)` of the model.
+
+    is_cut: whether the blocks above were left out when it was made.
+    """
+
+    module: torch.nn.Module
+    blocks: Sequence[torch.nn.Module]
+    is_cut: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in."""
+        return next(self.module.parameters()).device
+
+
+def find_decoder(model: Any, n_layers: int) -> torch.nn.Module:
+    """The part of a model that holds its decoder blocks, without the head."""
+    # A few classes answer another part, such as a head that is called decoder; their base model holds the blocks then.
+    candidates: list[torch.nn.Module] = [model.get_decoder(), model.base_model, model]
+    return next((candidate for candidate in candidates if _lists(candidate, n_layers)), model)
+
+
+def find_blocks(decoder: torch.nn.Module, n_layers: int) -> torch.nn.ModuleList:
+    """The decoder's blocks: its outermost ModuleList with one entry a layer. Raises ModelError."""
+    lists = _lists(decoder, n_layers)
+    if not lists:
+        raise ModelError(
+            f"model: {type(decoder).__name__} has no list of {n_layers} decoder blocks, so there is no residual stream to read between them"
+        )
+    return min(lists, key=lambda entry: entry[0])[1]
+
+
+def stream_of(output: Any) -> Any:
+    """The residual stream in what a block hands out: about twenty families answer a tuple or a list, whose first entry it is."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def cut_class(model_class: Any, n_layers: int, n_needed: int) -> Any:
+    """A class that makes the same model with its first `n_needed` decoder blocks only, and without a head of its own weights."""
+
+    def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, config, *args, **kwargs)
+        del find_blocks(find_decoder(self, n_layers), n_layers)[n_needed:]
+        tied = self.all_tied_weights_keys
+        _drop_head(self, {*tied, *tied.values()})
+        there = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        self.all_tied_weights_keys = {target: source for target, source in tied.items() if {target, source} <= there}
+
+    # transformers looks at the class's name and module, for how to read its files among other things.
+    members = {"__init__": make, "__module__": model_class.__module__, "__doc__": model_class.__doc__}
+    return type(model_class.__name__, (model_class,), members)
+
+
+def _drop_head(model: Any, tied: set[str]) -> None:
+    """Put nothing in the place of the output embeddings, where their weights are not the input's too."""
+    head = model.get_output_embeddings()
+    path = next((name for name, module in model.named_modules() if module is head and head is not None), "")
+    if path and not any(name.startswith(f"{path}.") for name in tied):
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, torch.nn.Identity())
+
+
+def _lists(module: Any, n_layers: int) -> list[tuple[int, torch.nn.ModuleList]]:
+    """Each ModuleList of so many entries, with the depth at which it lies."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    found = module.named_modules()
+    return [(name.count("."), part) for name, part in found if isinstance(part, torch.nn.ModuleList) and len(part) == n_layers]
