@@ -180,8 +180,9 @@ def _load(prepared: Prepared, device: torch.device) -> LoadedDecoder:
         # A model that asks for a block above the cut is read whole, and must show there what it does with its blocks.
         if not decoder.is_cut:
             raise
-        decoder = load_decoder(prepared.description, device, dtype, prepared.description.n_layers)
+        decoder = load_decoder(prepared.description, device, dtype, n_blocks, allow_cut=False)
         check_stream(decoder, ids)
+    decoder.drop_above(n_blocks)
     return decoder
 
 

@@ -16,7 +16,7 @@ from harvest.errors import ModelError
 
 @dataclass(frozen=True)
 class LoadedDecoder:
-    """A decoder that is ready for inference, and its blocks, the first `len(blocks)` of the model.
+    """A decoder that is ready for inference, and those of its blocks that are loaded: the first of the model, or all.
 
     is_cut: whether the blocks above were left out when it was made.
     """
@@ -29,6 +29,11 @@ class LoadedDecoder:
     def device(self) -> torch.device:
         """Where token ids go in."""
         return next(self.module.parameters()).device
+
+    def drop_above(self, n_blocks: int) -> None:
+        """Free the weights of the blocks above the first `n_blocks`, which must not be run any more."""
+        for block in self.blocks[n_blocks:]:
+            block.to("meta")
 
 
 def find_decoder(model: Any, n_layers: int) -> torch.nn.Module:

@@ -104,11 +104,12 @@ def load_decoder(
 ) -> LoadedDecoder:
     """Load the first `n_blocks` blocks of a model's decoder, without its LM head, ready for inference. Raises ModelError.
 
-    Where a model cannot be made without the blocks above, or must not, as allow_cut says, they are loaded too and then dropped.
+    Where a model cannot be made without the blocks above, or must not, as allow_cut says, they are loaded too; `drop_above` frees them.
     """
     source, n_layers = description.source, description.n_layers
     if source.is_tiny:
         decoder = find_decoder(tiny.tiny_model(), n_layers).to(device=device, dtype=dtype)
+        del find_blocks(decoder, n_layers)[n_blocks:]
     elif allow_cut:
         try:
             model_class = cut_class(_model_class(description), n_layers, n_blocks)
@@ -118,15 +119,10 @@ def load_decoder(
             return load_decoder(description, device, dtype, n_blocks, allow_cut=False)
     else:
         decoder = _load(_model_class(description), description, device, dtype, n_layers)
-    n_loaded = n_blocks if not source.is_tiny and allow_cut else n_layers
-    blocks = find_blocks(decoder, n_loaded)
-    if n_loaded > n_blocks:
-        # They are never run, so nothing misses their weights.
-        for block in blocks[n_blocks:]:
-            block.to("meta")
+    n_loaded = n_blocks if source.is_tiny or allow_cut else n_layers
     decoder.eval()
     decoder.requires_grad_(False)
-    return LoadedDecoder(decoder, list(blocks[:n_blocks]), is_cut=n_loaded < n_layers)
+    return LoadedDecoder(decoder, list(find_blocks(decoder, n_loaded)), is_cut=n_loaded < n_layers)
 
 
 def _load(model_class: Any, description: Description, device: torch.device, dtype: torch.dtype, n_blocks: int) -> torch.nn.Module:

@@ -98,6 +98,13 @@ def test_a_model_without_the_blocks_above_and_the_head_computes_the_same_bits(fa
     n_loaded = sum(weights.numel() for weights in decoder.module.parameters())
     assert n_loaded <= n_all - 2 * per_block
 
+    # Where a model cannot be cut, what lies above is dropped instead.
+    whole_decoder = load_decoder(description, torch.device("cpu"), torch.float32, 2, allow_cut=False)
+    assert (whole_decoder.is_cut, len(whole_decoder.blocks)) == (False, 4)
+    whole_decoder.drop_above(2)
+    devices = [{weights.device.type for weights in block.parameters()} for block in whole_decoder.blocks]
+    assert devices == [{"cpu"}, {"cpu"}, {"meta"}, {"meta"}]
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_of_a_family_equals_a_forward_of_one_prompt_without_padding(family: str, save_model: Any, tmp_path: Path) -> None:

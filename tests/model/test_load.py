@@ -14,6 +14,7 @@ import transformers
 from conftest import LLAMA_LIKE
 
 import harvest
+import harvest.pipeline
 from harvest.errors import CancelledError, ModelError
 from harvest.model.revision import folder_revision
 from harvest.stop import StopFlag
@@ -113,3 +114,31 @@ def test_a_model_without_blocks(layers: int, save_model: Any, tmp_path: Path) ->
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     with pytest.raises(ModelError, match="num_hidden_layers"):
         harvest.run(harvest.HarvestRequest(model=str(tmp_path / "model"), prompts=["a"]), tmp_path / "run")
+
+
+class NeedsEveryBlock(transformers.LlamaModel):
+    """A decoder that asks for its last block after the others have run, as some looped models do."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        answer = super().forward(*args, **kwargs)
+        assert self.layers[self.config.num_hidden_layers - 1] is not None
+        return answer
+
+
+def test_a_model_that_asks_for_its_last_block_is_read_whole(save_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model(transformers.LlamaConfig(**LLAMA_LIKE))
+    request = harvest.HarvestRequest(model=str(folder), prompts=["a few words"], layers=[1])
+    harvest.run(request, tmp_path / "cut")
+    loads: list[bool] = []
+    load = harvest.pipeline.load_decoder
+
+    def watched(*args: Any, allow_cut: bool = True) -> Any:
+        loads.append(allow_cut)
+        decoder = load(*args, allow_cut=allow_cut)
+        decoder.module.__class__ = NeedsEveryBlock
+        return decoder
+
+    monkeypatch.setattr(harvest.pipeline, "load_decoder", watched)
+    harvest.run(request, tmp_path / "whole")
+    assert loads == [True, False]
+    assert torch.equal(harvest.open(tmp_path / "cut").prompt(0), harvest.open(tmp_path / "whole").prompt(0))
