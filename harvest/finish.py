@@ -20,11 +20,21 @@ from harvest.settings import Engine
 
 @dataclass
 class Clock:
-    """Seconds that this process spent loading, computing and saving."""
+    """Seconds that this process spent loading, computing and saving; and those in which it only waited for what was being saved."""
 
     load_s: float = 0.0
     forward_s: float = 0.0
     save_s: float = 0.0
+    wait_s: float = 0.0
+
+    def say(self) -> str:
+        """Where the time went, and what limited the run: of loading, computing and storage the one that took longest."""
+        spent = {"loading": self.load_s, "computing": self.forward_s, "storage": self.wait_s}
+        limit = max(spent, key=lambda name: spent[name])
+        return (
+            f"loading {self.load_s:.1f} s, computing {self.forward_s:.1f} s, waiting for storage {self.wait_s:.1f} s "
+            f"(beside it {self.save_s:.1f} s of encoding and writing): limited by {limit}"
+        )
 
 
 def missing_shards(folder: RunFolder, prepared: Prepared) -> list[int]:

@@ -63,7 +63,9 @@ def run(
     share = rank.share(part)
     if overwrite and not share.is_whole:
         raise RequestError(f"overwrite: {share} would remove what the others write; start anew in one process, or remove the folder first")
-    prepared = prepare(request, engine, reporter, stop, rank)
+    begun = None if out is None or overwrite else RunFolder(Path(out))
+    held = begun.fingerprint() if begun is not None and begun.recorded() else None
+    prepared = prepare(request, engine, reporter, stop, rank, held)
     stop.check()
     folder = RunFolder(Path(out) if out is not None else default_folder(Path(root), prepared))
     reporter.note(f"run folder: {folder.path}" if share.is_whole else f"run folder: {folder.path}, {share}")
@@ -165,6 +167,7 @@ def _carry_out(
         _run_windows(folder, prepared, decoder, todo, done, clock, reporter, stop)
     finally:
         reporter.end()
+    reporter.note(clock.say())
 
 
 def _load(prepared: Prepared, device: torch.device) -> LoadedDecoder:
@@ -238,12 +241,17 @@ def _run_windows(
         Writers(folder, layout, prepared.tokens, prepared.fingerprint, reporter.wrote) as writers,
     ):
         transfer = Transfer(torch.device(settings.device))
+        asked = time.monotonic()
         for window in todo:
             buffer = buffers.acquire(window.n_tokens, partial(_check, stop, writers))
             started = time.monotonic()
             lowered = read_window(window, buffer, prepared, capture, transfer, reporter, stop)
-            clock.forward_s += time.monotonic() - started
             writers.submit(window, buffer, done.__contains__, lowered)
+            clock.wait_s += started - asked
+            asked = time.monotonic()
+            clock.forward_s += asked - started
+    # What was left to be written when the last window was read.
+    clock.wait_s += time.monotonic() - asked
     clock.save_s = writers.busy_s
 
 

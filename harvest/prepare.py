@@ -13,6 +13,7 @@ from harvest.asked import digest_prompts
 from harvest.errors import RequestError
 from harvest.input.plan import Plan, make_plan
 from harvest.input.tokens import Tokens, tokenize
+from harvest.model.budget import auto_batch_tokens
 from harvest.model.device import resolve_device
 from harvest.model.load import Description, describe, max_context
 from harvest.model.sources import find_model
@@ -25,10 +26,6 @@ from harvest.progress import Reporter
 from harvest.request import HarvestRequest
 from harvest.settings import Dtype, Engine
 from harvest.stop import StopFlag
-
-# Padded tokens of one forward pass by kind of device. Fixed figures, not ones read off the device: the batches, and with them the last
-# bits of the result, must not depend on how much memory happens to be free.
-_BATCH_TOKENS = {"cpu": 2048, "mps": 4096, "cuda": 16384}
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,13 @@ class Prepared:
         return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
 
 
-def prepare(request: HarvestRequest, engine: Engine, reporter: Reporter, stop: StopFlag, rank: Rank = ALONE) -> Prepared:
-    """Decide everything that can be decided without the model's weights. Raises RequestError."""
+def prepare(
+    request: HarvestRequest, engine: Engine, reporter: Reporter, stop: StopFlag, rank: Rank = ALONE, held: Fingerprint | None = None
+) -> Prepared:
+    """Decide everything that can be decided without the model's weights. Raises RequestError.
+
+    held: the fingerprint of the run that is gone on with; the budget of a batch that was chosen there, maybe for another card, stays.
+    """
     device = resolve_device(engine.device, rank, reporter.note)
     source = find_model(request.model)
     description = describe(source, stop.check)
@@ -79,7 +81,7 @@ def prepare(request: HarvestRequest, engine: Engine, reporter: Reporter, stop: S
         reporter.note("tiny has random weights: it shows how harvest works, and its numbers mean nothing")
     layers = request.resolve_layers(description.n_layers)
     directions_DH = _directions(request, engine, description)
-    settings = _resolve(engine, device, description, projects=directions_DH is not None)
+    settings = _resolve(engine, device, description, layers, directions_DH, held or {}, reporter)
     tokens = _tokenize(request, description, settings, reporter)
     about = {"model": request.model, "repository": description.repository, "revision": description.revision, "layers": layers}
     if directions_DH is None:
@@ -123,7 +125,15 @@ def _directions(request: HarvestRequest, engine: Engine, description: Descriptio
     return request.project_onto.directions()
 
 
-def _resolve(engine: Engine, device: torch.device, description: Description, projects: bool) -> Settings:
+def _resolve(
+    engine: Engine,
+    device: torch.device,
+    description: Description,
+    layers: Sequence[int],
+    directions_DH: npt.NDArray[np.float32] | None,
+    held: Fingerprint,
+    reporter: Reporter,
+) -> Settings:
     longest = None if description.source.is_tiny else max_context(description.config)
     longest = longest or description.context_length
     if engine.context_length is not None and longest is not None and engine.context_length > longest:
@@ -131,15 +141,26 @@ def _resolve(engine: Engine, device: torch.device, description: Description, pro
             f"context_length: {engine.context_length} was given, but {description.source.name} has {longest} positions; give 2 to {longest}"
         )
     auto_dtype = "float32" if device.type == "cpu" else description.dtype
-    auto_store: Dtype = "float32" if projects else "bfloat16"
+    auto_store: Dtype = "bfloat16" if directions_DH is None else "float32"
     store_dtype = auto_store if engine.store_dtype == "auto" else engine.store_dtype
+    compute_dtype = auto_dtype if engine.compute_dtype == "auto" else engine.compute_dtype
+    batch_tokens = engine.batch_tokens
+    if batch_tokens is None:
+        width = description.hidden_size if directions_DH is None else len(directions_DH)
+        token_bytes = len(layers) * width * getattr(torch, store_dtype).itemsize
+        text = description.config.get_text_config(decoder=True)
+        batch_tokens = auto_batch_tokens(device, text, layers[-1] + 1, getattr(torch, compute_dtype).itemsize, token_bytes)
+        begun_with = held.get("batch_tokens", batch_tokens)
+        if begun_with != batch_tokens:
+            reporter.note(f"batches of {begun_with:,} tokens, with which this run was begun; {batch_tokens:,} would be chosen here")
+            batch_tokens = begun_with
     return Settings(
         device=str(device),
-        compute_dtype=auto_dtype if engine.compute_dtype == "auto" else engine.compute_dtype,
+        compute_dtype=compute_dtype,
         store_dtype=store_dtype,
         codec=default_codec(store_dtype) if engine.codec == "auto" else engine.codec,
         context_length=engine.context_length or description.context_length,
-        batch_tokens=engine.batch_tokens or _BATCH_TOKENS[device.type],
+        batch_tokens=batch_tokens,
         window_bytes=engine.window_bytes,
     )
 

@@ -19,8 +19,13 @@ import numpy.typing as npt
 # put a whole run into one window, and a window's shards are published only at its end: what is read in it is lost where the run is stopped.
 _WINDOW_BATCHES = 32
 
-# One more forward pass costs about as much as this share of a full one in padding.
-_BATCH_OVERHEAD = 1 / 64
+# And after so many tokens where batches are large, so that a run of a few million still makes a window for each of eight processes.
+_WINDOW_TOKENS = 1 << 18
+
+# One more forward pass costs about as much as this many padded tokens (36 measured on a CPU at 2,048 tokens a batch), and as this share
+# of a full one: large batches are there because small ones leave a device idle.
+_PASS_TOKENS = 32
+_PASS_SHARE = 1 / 512
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ def make_plan(
     length_switches: lengths above which the model reads a whole batch otherwise, ascending.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    max_tokens = min(max(1, window_bytes // 2 // token_bytes), _WINDOW_BATCHES * batch_tokens)
+    max_tokens = min(max(1, window_bytes // 2 // token_bytes), _WINDOW_BATCHES * batch_tokens, max(_WINDOW_TOKENS, batch_tokens))
     shards = tuple(
         Shard(index, first, end := min(first + shard_size, len(lengths)), int(offsets[end] - offsets[first]))
         for index, first in enumerate(range(0, len(lengths), shard_size))
@@ -165,7 +170,7 @@ def _cheapest_cuts(descending: npt.NDArray[np.int64], batch_tokens: int) -> list
     padded tokens, (j - i) * descending[i], and the overhead of one pass.
     """
     n = len(descending)
-    overhead = batch_tokens * _BATCH_OVERHEAD
+    overhead = _PASS_TOKENS + batch_tokens * _PASS_SHARE
     best = np.full(n + 1, np.inf)
     best[0] = 0
     begin = np.zeros(n + 1, dtype=np.int64)

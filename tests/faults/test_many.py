@@ -15,6 +15,7 @@ from forked import Task, content, run, start, started, wait
 from test_kills import slow_batches
 
 from harvest.contract import utc_now
+from harvest.control import cancel
 from harvest.errors import CancelledError, FolderError
 from harvest.output import presence
 from harvest.output.folder import RunFolder
@@ -250,3 +251,19 @@ def test_ranks_of_torchrun_share_the_work(tmp_path: Path) -> None:
         assert ("part 0/2" in done.stderr and "part 1/2" in done.stderr) == (out == "two")
     assert content(tmp_path / "two") == content(tmp_path / "one")
     assert verify(tmp_path / "two").is_sound
+
+
+def test_cancel_stops_every_part(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    tasks = [Task(folder.path, slow_batches, (0.1,), part=Part(index, 2), **SLIM) for index in range(2)]
+    with started(tasks[0]) as first, started(tasks[1]) as second:
+        deadline = time.monotonic() + 60
+        while len(claims(folder)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        while not folder.job.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        job = cancel(folder)
+        assert job.status == "cancelled"
+        assert [wait(first), wait(second)] == [130, 130]
+    assert not folder.cancel.exists()
+    assert not claims(folder)

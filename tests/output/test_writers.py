@@ -133,7 +133,7 @@ def test_an_error_in_a_thread_ends_the_run_and_leaves_no_half_file(tmp_path: Pat
 
 
 def test_an_error_of_the_system_names_the_file_and_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"job\.json: cannot be written \(No such file or directory\); check the path"):
+    with pytest.raises(StorageError, match=r"job\.json: cannot be written \(No such file or directory\); check that the disk is there"):
         durable.write_whole(tmp_path / "gone" / "job.json", b"{}")
     with pytest.raises(StorageError, match=r"No space left on device.*free some space"), durable.storing(tmp_path / "a"):
         raise OSError(28, "No space left on device")
