@@ -128,7 +128,13 @@ def load_decoder(
 def _load(model_class: Any, description: Description, device: torch.device, dtype: torch.dtype, n_blocks: int) -> torch.nn.Module:
     # An explicit device map makes the weights go to the device as they are read, and not through a second copy in host memory.
     kwargs = {"dtype": dtype, "device_map": {"": device}, "output_loading_info": True, "config": copy.deepcopy(description.config)}
-    model, info = _from_pretrained(model_class, description.source, **kwargs)
+    verbosity = transformers.logging.get_verbosity()
+    # It lists the tensors of the blocks that were left out; those that are missing are an error below.
+    transformers.logging.set_verbosity_error()
+    try:
+        model, info = _from_pretrained(model_class, description.source, **kwargs)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     decoder = find_decoder(model, n_blocks)
     _check_weights(description.source, decoder, model, info)
     return decoder

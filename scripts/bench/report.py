@@ -1,0 +1,250 @@
+"""Measurements to markdown, so that nothing stands in BENCHMARKS.md that was not measured.
+
+python scripts/bench report models-512.json models-96.json storage.json scaling.json --out BENCHMARKS.md
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+_HEAD = """# Benchmarks
+
+Made by `python scripts/bench report` from the JSON files of the benches; nothing here was typed. Each section says its machine, its
+versions and its command. Medians stand beside the lowest and the highest; ratios are medians of the ratios of each round.
+"""
+_NAMES = {
+    "harvest": "harvest, files and all",
+    "limit": "the limit: bare blocks, packed, nothing stored",
+    "usual": "the usual script: batches of 8 in file order, `output_hidden_states`, `torch.save`",
+    "api": "the hosted API's first algorithm: shards of 32, longest first, batches of 8",
+    "lens": "TransformerLens `run_with_cache`, stopped after the deepest layer, `torch.save`",
+    "nnsight": "nnsight trace, `torch.save`",
+}
+_WAYS = {"bare": "bare passes", "read": "read to host memory", "written": "read and written"}
+
+
+def main(arguments: list[str]) -> int:
+    """Render JSON files into one page."""
+    parser = argparse.ArgumentParser(prog="bench report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON of a bench; sections stand in this order")
+    parser.add_argument("--out", type=Path, help="the page [default: standard output]")
+    options = parser.parse_args(arguments)
+    page = "\n".join([_HEAD, *(render(json.loads(path.read_text())) for path in options.files)])
+    if options.out is None:
+        print(page, end="")
+    else:
+        options.out.write_text(page)
+    return 0
+
+
+def render(measured: dict[str, Any]) -> str:
+    """One bench's section."""
+    body = {"models": _models, "storage": _storage, "scaling": _scaling, "gpu": _gpu}[measured["kind"]](measured)
+    return "\n".join([*body, "", *_origin(measured), ""])
+
+
+def _models(measured: dict[str, Any]) -> list[str]:
+    layers = ", ".join(map(str, measured["layers"]))
+    rounds, threads = measured["rounds"], measured["threads"]
+    lines = [
+        f"## {measured['model']}: {measured['prompts']:,} prompts, {measured['tokens']:,} tokens",
+        "",
+        f"Layers {layers}; float32 on the CPU, {threads} threads, {_count(rounds, 'round')}. The clock starts when the model is loaded.",
+    ]
+    if measured["slow_prompts"]:
+        lines += [f"Some contenders read the first {measured['slow_prompts']} prompts only, as the table says."]
+    summary = measured["summary"]
+    others = [entry["contender"] for entry in summary]
+    header = ["", "prompts", "tokens/s", "lowest – highest", "peak memory", *(f"÷ {name}" for name in others)]
+    rows = [
+        [
+            _NAMES[entry["contender"]],
+            f"{entry['prompts']:,}",
+            _rate(entry["tokens_per_s"]),
+            f"{_rate(entry['lowest'])} – {_rate(entry['highest'])}",
+            _bytes(entry["peak_bytes"]),
+            *(_ratio(entry["ratio_to"].get(name)) for name in others),
+        ]
+        for entry in summary
+    ]
+    lines += ["", *_table(header, rows)]
+    lines += _ceilings_of(measured)
+    for name, reason in {**measured["skipped"], **measured["failed"]}.items():
+        lines += ["", f"{_NAMES.get(name, name)}: not measured ({reason})."]
+    check = measured["check"]
+    if check is not None:
+        shown = ", ".join(f"{name} {cosine:.6f}" for name, cosine in check["cosines"].items() if cosine is not None)
+        ids = "the same" if check["same_ids"] else "NOT THE SAME"
+        lines += ["", f"Values: harvest's token ids are {ids}; lowest cosine of any token of the first prompt with harvest's: {shown}."]
+        if wrong := [name for name, cosine in check["cosines"].items() if cosine is not None and cosine < check["at_least"]]:
+            lines += ["", f"**WRONG VALUES: {', '.join(wrong)}**"]
+    return lines
+
+
+def _ceilings_of(measured: dict[str, Any]) -> list[str]:
+    """The machine's own rates, medians over the rounds, and what the limit makes of them."""
+    found = [entry for entry in measured["measurements"] if entry["contender"] == "ceilings"]
+    limits = [entry for entry in measured["measurements"] if entry["contender"] == "limit"]
+    lines = []
+    if limits:
+        passes = f"the limit reads {measured['limit_batch_tokens']:,} tokens a pass, in rows of {limits[0]['row_tokens']}"
+        tried = ", ".join(f"{size['batch_tokens']:,}: {_rate(size['tokens_per_s'])}" for size in measured["limit_sizes"])
+        lines += ["", f"Best size of a pass: {passes}" + (f" (tokens/s of each size that was tried: {tried})." if tried else ".")]
+    if not found:
+        return lines
+    products = {shape: _middle(entry["products"][shape] for entry in found) for shape in found[0]["products"]}
+    shown = ", ".join(f"{shape} {rate / 1e9:,.1f}" for shape, rate in products.items())
+    disk = _middle(entry["disk_bytes_per_s"] for entry in found)
+    lines += ["", f"The machine: matrix products of {measured['limit_batch_tokens']:,} tokens in GFLOP/s: {shown}; "]
+    lines[-1] += f"a file with fsync: {disk / 1e6:,.0f} MB/s."
+    if limits:
+        rate = _middle(entry["flop"] / entry["seconds"] for entry in limits)
+        share = rate / max(products.values())
+        lines[-1] += (
+            f" The limit computes {rate / 1e9:,.1f} GFLOP/s (2 × parameters of the needed blocks × tokens), {share:.0%} of the best."
+        )
+    return lines
+
+
+def _storage(measured: dict[str, Any]) -> list[str]:
+    lines = [
+        f"## Storage: {measured['gb']:g} GB of values a case, {measured['hidden']:,} values a token and layer",
+        "",
+        f"harvest's own writers, without a model, {_count(measured['rounds'], 'round')}; GB/s count the values before the codec, and every "
+        "file is flushed to the disk.",
+    ]
+    header = ["case", "codec", "GB/s", "lowest – highest", "÷ plain write", "CPU s a GB", "stored"]
+    rows = [
+        [
+            entry["case"],
+            entry["way"],
+            f"{entry['bytes_per_s'] / 1e9:.2f}",
+            f"{entry['lowest'] / 1e9:.2f} – {entry['highest'] / 1e9:.2f}",
+            _ratio(entry["of_plain"]),
+            f"{entry['cpu_s_per_gb']:.2f}",
+            f"{entry['stored_share']:.0%}",
+        ]
+        for entry in measured["summary"]
+    ]
+    lines += ["", *_table(header, rows), "", "One core, in memory, GB/s of each step of a chunk:"]
+    steps = list(dict.fromkeys(entry["step"] for entry in measured["one_core"]))
+    by_case: dict[str, dict[str, float]] = {}
+    for entry in measured["one_core"]:
+        by_case.setdefault(entry["case"], {})[entry["step"]] = entry["bytes_per_s"]
+    return [*lines, "", *_table(["case", *steps], [[case, *(f"{own[step] / 1e9:.2f}" for step in steps)] for case, own in by_case.items()])]
+
+
+def _scaling(measured: dict[str, Any]) -> list[str]:
+    lines = [
+        "## Scaling: the command on tiny",
+        "",
+        f"Quartile layers, {measured['threads']} threads, {_count(measured['rounds'], 'round')}. The whole command with its start in "
+        "seconds; tokens/s from the loaded model to the manifest.",
+    ]
+    header = ["prompts", "tokens", "shards", "seconds", "tokens/s", "peak memory", "written"]
+    rows = [
+        [
+            f"{entry['prompts']:,}",
+            f"{entry['tokens']:,}",
+            f"{entry['shards']:,}",
+            f"{entry['wall_s']:.1f}",
+            _rate(entry["tokens_per_s"]),
+            _bytes(entry["peak_bytes"]),
+            _bytes(entry["bytes"]),
+        ]
+        for entry in measured["summary"]
+    ]
+    failed = [f"{int(count):,} prompts: not measured ({reason})." for count, reason in measured["failed"].items()]
+    return [*lines, "", *_table(header, rows), *([""] if failed else []), *failed]
+
+
+def _gpu(measured: dict[str, Any]) -> list[str]:
+    place = measured["card"] or f"no card: {measured['device']}"
+    memory = f", {_bytes(measured['card_memory_bytes'])}" if measured["card_memory_bytes"] else ""
+    race, ceilings = measured["race"], measured["ceilings"]
+    products = ", ".join(f"{shape} {rate / 1e12:,.2f}" for shape, rate in ceilings["products"].items())
+    n_differing = sum(map(bool, race["differing_values"]))
+    repeats = "agree" if race["sync_repeats"] else "DO NOT AGREE"
+    lines = [
+        f"## One card: {place}{memory}",
+        "",
+        f"A model of random weights at the shape {measured['shape']} with {measured['n_layers']} blocks in {measured['dtype']}; "
+        "budget: padded tokens of one pass, as harvest chooses them for the card unless the command names them.",
+    ]
+    header = ["case", "way", "budget", "tokens", "tokens/s", "lowest – highest", "÷ bare", "of products", "GB/s", "of copies", "of disk"]
+    rows = [
+        [
+            entry["case"],
+            _WAYS[entry["way"]],
+            f"{entry['batch_tokens']:,}",
+            f"{entry['tokens']:,}",
+            _rate(entry["tokens_per_s"]),
+            f"{_rate(entry['lowest'])} – {_rate(entry['highest'])}",
+            _ratio(entry["of_bare"]),
+            _share(entry["of_products"]),
+            "" if entry["bytes_per_s"] is None else f"{entry['bytes_per_s'] / 1e9:.3g}",
+            _share(entry["of_copy"]),
+            _share(entry["of_disk"]),
+        ]
+        for entry in measured["summary"]
+    ]
+    lines += [
+        "",
+        *_table(header, rows),
+        "",
+        f"Matrix products of {ceilings['product_tokens']:,} tokens in TFLOP/s: {products}. Copies to host memory: ",
+    ]
+    lines[-1] += f"{ceilings['copy_bytes_per_s'] / 1e9:.2f} GB/s; a file with fsync: {ceilings['disk_bytes_per_s'] / 1e9:.2f} GB/s."
+    lines += [
+        "",
+        f"Copies against a synchronous run, bit for bit: {n_differing} of {race['runs']} runs differ ({race['values']:,} values in "
+        f"{race['batches']} batches each); two synchronous runs {repeats}.",
+    ]
+    if measured["left_out"]:
+        lines += ["", f"Left out for lack of time: {'; '.join(measured['left_out'])}."]
+    return lines
+
+
+def _origin(measured: dict[str, Any]) -> list[str]:
+    machine, versions = measured["machine"], measured["versions"]
+    commit = f", commit {measured['commit']}" if measured["commit"] else ""
+    cores = _count(machine["cores"], "core")
+    return [
+        f"{machine['cpu']}, {cores}, {_bytes(machine['memory_bytes'])} of memory, {machine['system']}; "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}{commit}; {measured['date']}.",
+        "",
+        f"    {measured['command']}",
+    ]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [header, ["---", *("---:" for _ in header[1:])], *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
+def _middle(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _bytes(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"

@@ -1,0 +1,355 @@
+"""The bench on tiny: each command runs, measures what it says, finds wrong values and renders the rest. Nothing depends on speed."""
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_request
+
+import harvest
+from harvest.model import tiny
+
+BENCH = Path(__file__).parent.parent / "scripts" / "bench"
+
+
+@pytest.fixture(autouse=True)
+def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bench's files import each other by name, as they do where the folder is run."""
+    monkeypatch.syspath_prepend(BENCH)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """So small a model is fastest on one thread, above all where other tests run beside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def check_head(measured: dict[str, Any], kind: str, *arguments: str) -> None:
+    assert measured["kind"] == kind
+    assert measured["command"] == " ".join(["python", "scripts/bench", kind, *arguments])
+    assert measured["machine"]["cores"] >= 1
+    assert measured["machine"]["memory_bytes"] > 1 << 28
+    assert measured["versions"]["torch"] == torch.__version__
+    assert measured["date"].endswith("+00:00")
+
+
+def test_models_compares_what_read_the_same_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "models.json"
+    arguments = ["--model", "tiny", "--prompts", "5", "--rounds", "1", "--contenders", "harvest,limit,usual", "--slow-prompts", "2"]
+    arguments += ["--batch-tokens", "256", "--threads", "1", "--out", str(tmp_path / "work"), "--json", str(file)]
+    done = subprocess.run([sys.executable, BENCH, "models", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(file.read_text())
+    check_head(measured, "models", *arguments)
+    assert (measured["layers"], measured["prompts"], measured["is_sound"]) == ([1, 2, 3], 5, True)
+    n_tokens = sum(len(text.encode()) + 1 for text in module("texts").read_96()[:5])
+    assert measured["tokens"] == n_tokens
+
+    by_name = {entry["contender"]: entry for entry in measured["measurements"]}
+    assert set(by_name) == {"harvest", "limit", "usual"}
+    row = by_name["limit"]["row_tokens"]
+    assert row == round(n_tokens / 5)
+    assert [by_name[name]["tokens"] for name in ("harvest", "limit")] == [n_tokens, n_tokens // row * row]
+    assert by_name["usual"]["tokens"] == sum(len(text.encode()) + 1 for text in module("texts").read_96()[:2])
+    assert {by_name[name]["threads"] for name in ("limit", "usual")} == {1}
+    for entry in by_name.values():
+        assert entry["tokens_per_s"] == entry["tokens"] / entry["seconds"]
+        assert entry["peak_bytes"] > 50e6
+        assert entry["wall_s"] > entry["seconds"] > 0
+    assert by_name["limit"]["bytes"] == 0
+    assert by_name["usual"]["bytes"] > by_name["usual"]["tokens"] * 3 * 64 * 4
+
+    assert measured["check"]["same_ids"]
+    assert set(measured["check"]["cosines"]) == {"limit", "usual"}
+    assert all(0.999 < cosine <= 1.0001 for cosine in measured["check"]["cosines"].values())
+    ratios = {entry["contender"]: entry["ratio_to"] for entry in measured["summary"]}
+    assert ratios["harvest"]["limit"] == by_name["harvest"]["tokens_per_s"] / by_name["limit"]["tokens_per_s"]
+    assert done.stdout.strip() == module("report").render(measured).strip()
+    assert "| harvest, files and all | 5 |" in done.stdout
+    assert not list((tmp_path / "work").iterdir())
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the plan of a comparison on tiny, and harvest's run of it in run/."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCH)
+        work = tmp_path_factory.mktemp("bench")
+        assert module("contend").main(["prepare", "--work", str(work), "--model", "tiny", "--layers", "0,1,2", "--count", "100"]) == 0
+    texts = harvest.read_prompts(work / "prompts.jsonl").texts
+    harvest.run(tiny_request(texts, layers=[0, 1, 2]), work / "run")
+    return work
+
+
+def contend(work: Path, name: str, *arguments: str) -> dict[str, Any]:
+    out = work / f"out-{name}"
+    out.mkdir(exist_ok=True)
+    assert module("contend").main([name, "--work", str(work), "--out", str(out), *arguments]) == 0
+    return dict(json.loads((work / f"{name}.json").read_text()))
+
+
+def test_more_than_96_prompts_are_cut_to_log_normal_lengths(prepared: Path) -> None:
+    texts = harvest.read_prompts(prepared / "prompts.jsonl").texts
+    assert len(texts) == 100
+    assert max(len(text) for text in texts) <= 511
+    many = module("texts").cut_texts(module("texts").corpus(), range(len(module("texts").corpus())), 2000)
+    assert many[:1] != many[1:2]
+    assert 55 < np.median([len(text) for text in many]) < 65
+
+
+def test_the_first_algorithm_writes_all_that_the_api_does(prepared: Path) -> None:
+    result = contend(prepared, "api", "--prompts", "40")
+    assert result["prompts"] == 40
+    names = {path.name for path in (prepared / "out-api").iterdir()}
+    assert names == {"shard_00000.safetensors", "shard_00001.safetensors", "stats.safetensors", "manifest.json"}
+    contend(prepared, "limit")
+    check = contend(prepared, "check", "--run", str(prepared / "run"))
+    assert check["same_ids"]
+    assert min(check["cosines"][name] for name in ("api", "limit")) > 0.9999
+
+
+@pytest.mark.parametrize(("name", "package"), [("lens", "transformer_lens"), ("nnsight", "nnsight")])
+def test_what_is_installed_reads_the_same_stream(name: str, package: str, prepared: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; it comes with the extra bench")
+    out = prepared / f"out-{name}"
+    out.mkdir()
+    command = [sys.executable, BENCH, "contend", name, "--work", prepared, "--out", out, "--prompts", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert contend(prepared, "check", "--run", str(prepared / "run"))["cosines"][name] > 0.9999
+    assert len(list(out.iterdir())) == 2
+
+
+def test_wrong_values_are_found_and_said(prepared: Path) -> None:
+    contend(prepared, "usual", "--prompts", "8")
+    rows = np.load(prepared / "first-usual.npy")
+    try:
+        # One token of one layer is another one's.
+        rows[1, 2] = rows[1, 3]
+        np.save(prepared / "first-usual.npy", rows)
+        check = contend(prepared, "check", "--run", str(prepared / "run"))
+    finally:
+        (prepared / "first-usual.npy").unlink()
+    assert check["cosines"]["usual"] < 0.999
+    assert not module("models")._is_sound(check)
+    measured = module("measuring").begin("models", []) | {
+        "model": "tiny", "layers": [0], "prompts": 1, "tokens": 1, "rounds": 1, "threads": 1, "slow_prompts": None,
+        "summary": [], "measurements": [], "skipped": {"lens": "it is not installed"}, "failed": {}, "check": check,
+    }  # fmt: skip
+    page = module("report").render(measured)
+    assert "**WRONG VALUES: usual**" in page
+    assert "not measured (it is not installed)" in page
+
+
+def test_the_size_of_a_pass_is_tried_and_the_machine_is_measured(prepared: Path) -> None:
+    sizes = contend(prepared, "tune", "--prompts", "12")["sizes"]
+    assert [size["batch_tokens"] for size in sizes] == [512]
+    assert sizes[0]["tokens_per_s"] > 0
+    ceilings = contend(prepared, "ceilings", "--batch-tokens", "64", "--ceiling-s", "0.01", "--disk-mib", "1")
+    assert list(ceilings["products"]) == ["64 x 176", "176 x 64", "64 x 64"]
+    assert all(rate > 0 for rate in [*ceilings["products"].values(), ceilings["disk_bytes_per_s"]])
+    assert not list((prepared / "out-ceilings").iterdir())
+
+
+def test_the_limit_runs_only_the_needed_blocks(prepared: Path) -> None:
+    task = module("task").load_task(prepared, prepared, 20, 256)
+    bare = module("limit").load_bare(task)
+    called: list[int] = []
+    for number, block in enumerate(bare._blocks):
+        block.register_forward_hook(lambda *_, number=number: called.append(number), prepend=True)
+    rows = module("limit").packed(task)
+    assert module("limit").sweep(bare, rows, rows.shape[1]) == rows.numel()
+    assert called == [0, 1, 2] * len(rows)
+    blocks = tiny.tiny_model().model.layers[:3]
+    assert bare.n_parameters == sum(weights.numel() for weights in blocks.parameters())
+    assert np.array_equal(np.concatenate(task.prompts)[: rows.numel()], rows.flatten().numpy())
+
+
+def test_a_child_that_fails_or_hangs_is_an_error_with_its_last_words() -> None:
+    run_child = module("measuring").run_child
+    fine = run_child([sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS']); x = bytes(200_000_000)"], threads=3)
+    assert (fine.stdout, fine.error) == ("3\n", None)
+    assert fine.peak_bytes > 200e6
+    assert run_child([sys.executable, "-c", "raise SystemExit('no such model')"]).error == "exit code 1: no such model"
+    started = time.monotonic()
+    late = run_child([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.5)
+    assert late.error.startswith("it was still at work after 0.5 s; exit code -9")
+    assert time.monotonic() - started < 30
+
+
+def test_storage_writes_each_case_with_each_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "storage.json"
+    arguments = ["--gb", "0.001", "--rounds", "2", "--hidden", "64", "--n-layers", "8", "--seconds", "0.001"]
+    arguments += ["--out", str(tmp_path / "work"), "--json", str(file)]
+    assert module("storage").main(arguments) == 0
+    measured = json.loads(file.read_text())
+    check_head(measured, "storage", *arguments)
+    ways = ["plain write", "none", "lz4", "zstd"]
+    assert [(entry["case"], entry["way"]) for entry in measured["summary"]] == [
+        (case, way) for case in ("quartile layers", "all layers", "64 projections") for way in ways
+    ]
+    assert len(measured["measurements"]) == 2 * 12
+    for entry in measured["measurements"]:
+        assert entry["bytes"] == pytest.approx(1e6, rel=0.01)
+        assert entry["seconds"] > 0
+        assert entry["cpu_s"] >= 0
+        if entry["way"] == "plain write":
+            assert entry["stored_bytes"] == entry["bytes"]
+    stored = {(entry["case"], entry["way"]): entry["stored_bytes"] for entry in measured["measurements"]}
+    assert stored["all layers", "lz4"] < stored["all layers", "none"]
+    assert {entry["step"] for entry in measured["one_core"]} == {"copy", "lz4", "zstd", "sums", "crc32", "sha256"}
+    assert not list((tmp_path / "work").iterdir())
+    assert "| all layers | lz4 |" in capsys.readouterr().out
+
+
+def test_synthetic_streams_are_like_a_model_s() -> None:
+    synthetic = module("synthetic")
+    case = synthetic.cases(256, 8)[1]
+    rows = torch.from_numpy(synthetic.streams(case, 50)).view(torch.bfloat16).float()
+    sizes = rows.abs().mean(dim=(0, 1)).sort(descending=True).values
+    assert sizes[3] > 20 * sizes[4]
+    assert rows[-1].norm() > rows[0].norm()
+    lengths = synthetic.prompt_lengths(10_000)
+    assert lengths.sum() == 10_000
+    assert lengths.min() >= 1
+
+
+def test_scaling_measures_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "scaling.json"
+    arguments = ["--counts", "40", "--threads", "1", "--json", str(file)]
+    assert module("scaling").main(arguments) == 0
+    measured = json.loads(file.read_text())
+    check_head(measured, "scaling", *arguments)
+    (row,) = measured["summary"]
+    assert (row["prompts"], row["shards"]) == (40, 2)
+    assert row["tokens"] > 40
+    assert row["bytes"] > row["tokens"] * 3 * 64
+    assert row["peak_bytes"] > 50e6
+    assert row["wall_s"] > row["run_s"] > 0
+    assert "| 40 |" in capsys.readouterr().out
+
+
+def test_gpu_runs_the_same_way_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "gpu.json"
+    arguments = ["--device", "cpu", "--shape", "small", "--batch-tokens", "128", "--rounds", "2", "--case-s", "0.02", "--gb", "0.0005"]
+    arguments += ["--ceiling-s", "0.001", "--copy-mib", "1", "--disk-mib", "1", "--race-runs", "20", "--race-tokens", "300"]
+    arguments += ["--out", str(tmp_path / "work"), "--json", str(file)]
+    assert module("gpu").main(arguments) == 0
+    measured = json.loads(file.read_text())
+    check_head(measured, "gpu", *arguments)
+    assert (measured["card"], measured["n_layers"], measured["left_out"]) == (None, 4, [])
+    race = measured["race"]
+    assert (race["differing_values"], race["is_sound"], race["values"]) == ([0] * 20, True, 4 * 300 * 64)
+    assert race["batches"] > 3
+    ways = ("bare", "read", "written")
+    expected = [(case, way) for case in ("quartile layers", "all layers", "64 projections") for way in ways]
+    assert [(entry["case"], entry["way"]) for entry in measured["summary"]] == expected
+    assert len(measured["measurements"]) == 2 * len(expected)
+    for entry in measured["measurements"]:
+        assert entry["tokens"] > 0
+        assert (entry.get("stored_bytes", 0) > 0) == (entry["way"] == "written")
+    assert not list((tmp_path / "work").iterdir())
+    assert "0 of 20 runs differ" in capsys.readouterr().out
+
+
+def test_the_check_of_copies_finds_a_buffer_that_is_used_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneBuffer(module("harvest.model.transfer").Transfer):
+        """A transfer that forgets to take its buffers in turn: a batch overwrites the one before, which was not read yet."""
+
+        buffer = torch.empty(1 << 20, dtype=torch.bfloat16)
+
+        def start(self, captured: Any) -> Any:
+            arrival = super().start(captured)
+            shared = self.buffer[: arrival._rows.numel()].view(arrival._rows.shape)
+            arrival._rows = shared.copy_(arrival._rows)
+            return arrival
+
+    engine, race = module("engine"), module("race")
+    config = engine.make_config("small")
+    decoder = engine.make_decoder(config, torch.device("cpu"), torch.float32)
+    case = module("synthetic").cases(64, 4)[1]
+    run = engine.prepare(config, case, 400, torch.device("cpu"), "float32", 64, 1 << 20)
+    assert race.check_copies(run, decoder, 2)["is_sound"]
+    monkeypatch.setattr(race, "Transfer", OneBuffer)
+    torn = race.check_copies(run, decoder, 2)
+    assert not torn["is_sound"]
+    assert torn["sync_repeats"]
+    assert all(torn["differing_values"])
+
+
+def test_the_engine_of_the_gpu_bench_reads_what_a_run_reads(tmp_path: Path) -> None:
+    """The rows that it writes are those of the model's blocks, prompt by prompt."""
+    engine = module("engine")
+    config = engine.make_config("small")
+    decoder = engine.make_decoder(config, torch.device("cpu"), torch.float32)
+    case = module("synthetic").cases(64, 4)[0]
+    run = engine.prepare(config, case, 300, torch.device("cpu"), "float32", 64, 1 << 20)
+    engine.read_and_write(run, decoder, tmp_path / "run")
+    rows = engine.read_synchronously(run, decoder)
+    with harvest.open_shard(tmp_path / "run" / "shards" / "shard_00000.zarr.zip") as shard:
+        n_tokens = int(run.tokens.lengths[0])
+        assert torch.equal(shard["prompt_0"], torch.from_numpy(rows[:, :n_tokens].copy()).view(torch.bfloat16))
+    ids = torch.from_numpy(run.tokens.of(0).astype(np.int64))[None]
+    hidden = decoder.module(input_ids=ids, output_hidden_states=True).hidden_states
+    # transformers hands out the last block's stream after the final norm.
+    plain = torch.stack([hidden[layer + 1][0] for layer in case.layers[:-1]])
+    read = torch.from_numpy(rows[:-1, :n_tokens].copy()).view(torch.bfloat16).float()
+    torch.testing.assert_close(read, plain, rtol=0.02, atol=0.02)
+
+
+def test_report_makes_one_page_of_all(tmp_path: Path) -> None:
+    summary = {
+        "prompts": 40,
+        "tokens": 99,
+        "shards": 2,
+        "wall_s": 1.0,
+        "run_s": 0.5,
+        "tokens_per_s": 198.0,
+        "peak_bytes": 4e8,
+        "bytes": 1000,
+    }
+    for name, prompts in (("a", 40), ("b", 4000)):
+        measured = module("measuring").begin("scaling", ["--counts", str(prompts)])
+        measured |= {"threads": 2, "rounds": 1, "failed": {}, "summary": [summary | {"prompts": prompts}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(measured))
+    page = tmp_path / "BENCHMARKS.md"
+    assert module("report").main([str(tmp_path / "b.json"), str(tmp_path / "a.json"), "--out", str(page)]) == 0
+    text = page.read_text()
+    assert text.index("| 4,000 |") < text.index("| 40 |")
+    assert "    python scripts/bench scaling --counts 4000" in text
+    assert "numpy " in text
+
+
+def test_the_list_at_the_top_names_every_file_and_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("bench_main", BENCH / "__main__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    main = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(main)
+    listed = {line.split()[0] for line in (main.__doc__ or "").splitlines() if line.strip().split(" ")[0].endswith(".py")}
+    files = {path.name for path in BENCH.glob("*.py")} - {"__main__.py"}
+    assert listed == files
+    for arguments in (["--gpu", "--help"], *([name, "--help"] for name in main._COMMANDS)):
+        with pytest.raises(SystemExit) as ended:
+            main.main(arguments)
+        assert ended.value.code == 0
+    assert "was not run on a card yet" in capsys.readouterr().out
+    for name in files:
+        assert len((BENCH / name).read_text().splitlines()) < 300
