@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def find_answer(request: HarvestRequest, engine: Engine, out: str | Path | None,
 def _asked(request: HarvestRequest, engine: Engine) -> str | None:
     """The digest of a request, an engine, and the state of the model's files; None where that state cannot be told."""
     try:
-        state = _state(find_model(request.model))
+        state = _state(find_model(request.model, engine.revision))
     except (ModelError, OSError):
         return None
     # Directions are arrays of the request, and its dump holds them as text.
@@ -74,7 +75,10 @@ def _state(source: Source) -> list[object]:
     if not source.is_local:
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        ref = Path(HF_HUB_CACHE) / f"models--{source.location.replace('/', '--')}" / "refs" / "main"
+        revision = source.revision or "main"
+        if re.fullmatch(r"[0-9a-f]{40}", revision):
+            return [source.location, revision]
+        ref = Path(HF_HUB_CACHE) / f"models--{source.location.replace('/', '--')}" / "refs" / revision
         return [source.location, ref.read_text().strip()]
     folder = Path(source.location)
     paths = [folder / source.gguf_file] if source.gguf_file else sorted(folder.iterdir())

@@ -17,7 +17,8 @@ from harvest.input.plan import Window
 from harvest.model.blocks import LoadedDecoder
 from harvest.model.capture import Capture
 from harvest.model.load import load_decoder
-from harvest.model.soundness import check_stream
+from harvest.model.plain import check_values, tolerance
+from harvest.model.soundness import check_stream, tried_tokens
 from harvest.model.transfer import Transfer
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, read_job, with_fresh_links
@@ -174,17 +175,20 @@ def _load(prepared: Prepared, device: torch.device) -> LoadedDecoder:
     """The decoder up to the deepest asked block, once it is seen to have a stream that is read right."""
     dtype, n_blocks = getattr(torch, prepared.settings.compute_dtype), prepared.layers[-1] + 1
     ids = prepared.tokens.of(int(prepared.plan.lengths.argmax()))
-    decoder = load_decoder(prepared.description, device, dtype, n_blocks)
+    switches = prepared.description.length_switches
+    n_tried = tried_tokens(prepared.description.config.get_text_config(decoder=True))
+    attention = prepared.settings.attention
+    decoder = load_decoder(prepared.description, device, dtype, n_blocks, attention)
     try:
-        check_stream(decoder, ids)
+        check_stream(decoder, ids, n_tried, switches)
     except HarvestError:
         raise
     except Exception:
         # A model that asks for a block above the cut is read whole, and must show there what it does with its blocks.
         if not decoder.is_cut:
             raise
-        decoder = load_decoder(prepared.description, device, dtype, n_blocks, allow_cut=False)
-        check_stream(decoder, ids)
+        decoder = load_decoder(prepared.description, device, dtype, n_blocks, attention, allow_cut=False)
+        check_stream(decoder, ids, n_tried, switches)
     decoder.drop_above(n_blocks)
     return decoder
 
@@ -240,6 +244,8 @@ def _run_windows(
         _capture(prepared, decoder) as capture,
         Writers(folder, layout, prepared.tokens, prepared.fingerprint, reporter.wrote) as writers,
     ):
+        if prepared.check_values:
+            _check_values(prepared, decoder, capture, reporter)
         transfer = Transfer(torch.device(settings.device))
         asked = time.monotonic()
         for window in todo:
@@ -253,6 +259,15 @@ def _run_windows(
     # What was left to be written when the last window was read.
     clock.wait_s += time.monotonic() - asked
     clock.save_s = writers.busy_s
+
+
+def _check_values(prepared: Prepared, decoder: LoadedDecoder, capture: Capture, reporter: Reporter) -> None:
+    """--check: the longest prompt and one of the middle length, as the run reads them and alone."""
+    order = prepared.plan.lengths.argsort(kind="stable")
+    prompts = [prepared.tokens.of(int(order[place])) for place in sorted({len(order) // 2, len(order) - 1})]
+    allowed = tolerance(prepared.settings.store_dtype, prepared.settings.compute_dtype)
+    worst = check_values(decoder, capture, prepared.layers, prompts, allowed)
+    reporter.note(f"checked: {len(prompts)} prompts in a batch are within {worst:.1e} of what each gives alone ({allowed:.0e} is allowed)")
 
 
 def _check(stop: StopFlag, writers: Writers) -> None:

@@ -17,7 +17,7 @@ from harvest.model.budget import auto_batch_tokens
 from harvest.model.device import resolve_device
 from harvest.model.load import Description, describe, max_context
 from harvest.model.sources import find_model
-from harvest.model.start_token import start_token_id
+from harvest.model.start_token import chosen_start_token_id, start_token_id
 from harvest.output.codecs import default_codec
 from harvest.output.folder import Fingerprint
 from harvest.output.layout import FORMAT_VERSION, ShardLayout
@@ -36,6 +36,7 @@ class Settings:
     compute_dtype: str
     store_dtype: Dtype
     codec: str
+    attention: str
     context_length: int | None
     batch_tokens: int
     window_bytes: int
@@ -55,6 +56,7 @@ class Prepared:
     plan: Plan
     fingerprint: Fingerprint
     allow_nonfinite: bool
+    check_values: bool
 
     @property
     def reserved_tokens(self) -> int:
@@ -75,14 +77,14 @@ def prepare(
     held: the fingerprint of the run that is gone on with; the budget of a batch that was chosen there, maybe for another card, stays.
     """
     device = resolve_device(engine.device, rank, reporter.note)
-    source = find_model(request.model)
+    source = find_model(request.model, engine.revision)
     description = describe(source, stop.check)
     if source.is_tiny:
         reporter.note("tiny has random weights: it shows how harvest works, and its numbers mean nothing")
     layers = request.resolve_layers(description.n_layers)
     directions_DH = _directions(request, engine, description)
     settings = _resolve(engine, device, description, layers, directions_DH, held or {}, reporter)
-    tokens = _tokenize(request, description, settings, reporter)
+    tokens = _tokenize(request, engine, description, settings, reporter)
     about = {"model": request.model, "repository": description.repository, "revision": description.revision, "layers": layers}
     if directions_DH is None:
         layout = ShardLayout("activations", tuple(layers), description.hidden_size, settings.store_dtype, settings.codec, about)
@@ -108,7 +110,9 @@ def prepare(
         "start_token_id": tokens.start_token_id,
         "shard_format": FORMAT_VERSION,
     }
-    return Prepared(request, description, settings, layers, tokens, directions_DH, layout, plan, fingerprint, engine.allow_nonfinite)
+    return Prepared(
+        request, description, settings, layers, tokens, directions_DH, layout, plan, fingerprint, engine.allow_nonfinite, engine.check
+    )
 
 
 def _directions(request: HarvestRequest, engine: Engine, description: Description) -> npt.NDArray[np.float32] | None:
@@ -120,6 +124,8 @@ def _directions(request: HarvestRequest, engine: Engine, description: Descriptio
         raise RequestError(
             f"project_onto: directions of {width} values were given, but the hidden size of {request.model} is {description.hidden_size}"
         )
+    if engine.check:
+        raise RequestError("check: it compares the stream itself, and this run keeps projections; leave check or project_onto out")
     if engine.store_dtype not in ("auto", "float32"):
         raise RequestError(f"store_dtype: {engine.store_dtype} was given, but projections are stored as float32; leave it out")
     return request.project_onto.directions()
@@ -159,15 +165,20 @@ def _resolve(
         compute_dtype=compute_dtype,
         store_dtype=store_dtype,
         codec=default_codec(store_dtype) if engine.codec == "auto" else engine.codec,
+        attention=engine.attention,
         context_length=engine.context_length or description.context_length,
         batch_tokens=batch_tokens,
         window_bytes=engine.window_bytes,
     )
 
 
-def _tokenize(request: HarvestRequest, description: Description, settings: Settings, reporter: Reporter) -> Tokens:
+def _tokenize(request: HarvestRequest, engine: Engine, description: Description, settings: Settings, reporter: Reporter) -> Tokens:
     start = None
-    if request.add_special_tokens:
+    if engine.start_token != "auto":
+        if not request.add_special_tokens:
+            raise RequestError("start_token: it means nothing without add_special_tokens, which puts it before each prompt; leave one out")
+        start = chosen_start_token_id(engine.start_token, description.tokenizer, description.vocab_size)
+    elif request.add_special_tokens:
         start = start_token_id(description.tokenizer, description.config)
         if start is None:
             reporter.note(f"{request.model} has no start token, so none is put before the prompts")

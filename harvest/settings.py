@@ -20,6 +20,12 @@ def _check_device(device: str) -> str:
     return device
 
 
+def _check_start_token(text: str) -> str:
+    if not text:
+        raise ValueError("a start token is auto, none, a token's id, or its text")
+    return text
+
+
 class Engine(BaseModel):
     """The engine's settings, as asked for; `auto` and None are resolved when the model is known."""
 
@@ -32,6 +38,14 @@ class Engine(BaseModel):
     context_length: int | None = Field(default=None, ge=2, description="Tokens of context; a prompt keeps its first context - 1.")
     batch_tokens: int | None = Field(default=None, ge=1, description="Padded tokens of one forward pass.")
     window_bytes: int = Field(default=2 * GIB, ge=1, description="Host memory for captured rows, in bytes.")
+    revision: str | None = Field(default=None, min_length=1, description="A branch, tag or commit of a model on the Hub. Left out: main.")
+    start_token: Annotated[str, AfterValidator(_check_start_token)] = Field(
+        default="auto", description="Auto: the model's own. Else a token's id or text, or none."
+    )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
+        default="auto", description="The attention of transformers. Auto: sdpa where the model has it, which is exact."
+    )
+    check: bool = Field(default=False, description="Before a run, read two of its prompts in a batch and alone, and compare.")
     allow_nonfinite: bool = Field(default=False, description="Store NaN and inf where the model computes them, and count them.")
 
 

@@ -1,25 +1,60 @@
-"""harvest models and harvest schema: what harvest knows."""
+"""harvest models, doctor and schema: what harvest knows, and what it finds here."""
 
 from typing import Any
 
 import click
 
-from harvest.cli.group import cli
+from harvest.cli.group import cli, quiet_libraries
 
 
-@cli.command(short_help="List the models with a short id.", epilog="Example: harvest models --json")
+@cli.command(short_help="List the models with a short id, or look at one.", epilog="Example: harvest models --check llama-8b")
 @click.option("--json", "as_json", is_flag=True, help="A JSON list instead of a table.")
-def models(as_json: bool) -> None:
-    """List the models that have a short id, and whether their files are on this machine.
+@click.option("--check", "checked", metavar="ID", help="Load a model's config and tokenizer alone, and print what harvest makes of them.")
+@click.option("--revision", metavar="REF", help="With --check: a branch, tag or commit on the Hub.")
+def models(as_json: bool, checked: str | None, revision: str | None) -> None:
+    """List the models that have a short id, and whether their files are on this machine; or check any model.
 
     Your own go into ~/.config/harvest/models.toml, or the file that $HARVEST_MODELS names.
     """
     import json
 
+    if checked is not None:
+        from harvest.model.sources import find_model
+
+        # A mistyped name is an error before torch is imported.
+        find_model(checked, revision)
+        quiet_libraries()
+        from harvest.doctor import examine_model
+
+        click.echo(json.dumps(examine_model(checked, revision), indent=2))
+        return
     from harvest.model.registry import listing
 
     rows = listing()
     click.echo(json.dumps(rows, indent=2) if as_json else _table(rows))
+
+
+@cli.command(short_help="What this machine has.", epilog="Example: harvest doctor llama-8b --folder /scratch")
+@click.argument("model", metavar="[MODEL]", required=False)
+@click.option("--device", metavar="DEVICE", default="auto", help="auto, cpu, cuda, cuda:N or mps. [default: auto]")
+@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".", help="Whose disk to try. [default: this one]")
+def doctor(model: str | None, device: str, folder: str) -> None:
+    """Print as JSON what this machine has, and what a run of MODEL would need here."""
+    import json
+    from pathlib import Path
+
+    from harvest.model.sources import find_model
+
+    if model is not None:
+        find_model(model)
+    quiet_libraries()
+    from harvest.doctor import examine_machine, examine_model, needs
+
+    answer = {"machine": examine_machine(Path(folder))}
+    if model is not None:
+        answer["model"] = examine_model(model)
+        answer["needs"] = needs(answer["model"], device)
+    click.echo(json.dumps(answer, indent=2))
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

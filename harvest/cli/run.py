@@ -42,6 +42,9 @@ DEFAULT_ROOT = "runs"
     help="Instead of --out: the folder below which a run gets one of its own. [default: runs]",
 )
 @click.option("--idempotency-key", metavar="KEY", help="The same key and request below ROOT answer the first run for 24 hours.")
+@click.option("--revision", metavar="REF", help="A branch, tag or commit of a model on the Hub. [default: main]")
+@click.option("--start-token", metavar="TOKEN", help="Put this before each prompt: a token's text or id, or none. [default: the model's]")
+@click.option("--attention", metavar="KIND", help="auto, sdpa, eager, flash_attention_2 or another of transformers'. [default: auto]")
 @click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps. [default: auto]")
 @click.option("--compute-dtype", metavar="DTYPE", help="auto, bfloat16, float16 or float32. [default: auto]")
 @click.option("--store-dtype", metavar="DTYPE", help="auto, bfloat16, float16 or float32. [default: auto, bfloat16]")
@@ -49,6 +52,7 @@ DEFAULT_ROOT = "runs"
 @click.option("--context-length", type=int, metavar="N", help="Tokens of context; a prompt keeps its first N - 1. [default: the model's]")
 @click.option("--batch-tokens", type=int, metavar="N", help="Padded tokens of one forward pass. [default: by device]")
 @click.option("--window-bytes", type=int, metavar="N", help="Host memory for captured rows, in bytes. [default: 2 GiB]")
+@click.option("--check", is_flag=True, default=None, help="First read two prompts in a batch and alone, and compare every layer.")
 @click.option("--allow-nonfinite", is_flag=True, default=None, help="Store NaN and inf where the model computes them, and count them.")
 @click.option("--overwrite", is_flag=True, help="Remove what a run left in the folder, and start anew.")
 @click.option("--no-space-check", is_flag=True, help="Start even where the disk seems too small for the run.")
@@ -97,7 +101,7 @@ def run(
     with stopping_on_signals(stop, requeues=on_term == "requeue"):
         request, engine = _read_request(reporter, no_limits, **options)
         # A mistyped model is an error before torch is imported, which takes seconds.
-        find_model(request.model)
+        find_model(request.model, engine.revision)
         root = Path(out_root or DEFAULT_ROOT)
         if idempotency_key is not None:
             folder = RunFolder(folder_for_key(root, idempotency_key, request))

@@ -36,11 +36,26 @@ class LoadedDecoder:
             block.to("meta")
 
 
+def decoder_of(model: Any, n_layers: int) -> LoadedDecoder:
+    """The decoder of a model of so many layers, whole or cut by `cut_blocks`. Raises ModelError where no blocks are found."""
+    path = getattr(model, "harvest_blocks", None)
+    if path is None:
+        decoder = find_decoder(model, n_layers)
+        return LoadedDecoder(decoder, list(find_blocks(decoder, n_layers)))
+    blocks = model.get_submodule(path)
+    decoder = next(part for part in _candidates(model) if any(module is blocks for module in part.modules()))
+    return LoadedDecoder(decoder, list(blocks), is_cut=len(blocks) < n_layers)
+
+
 def find_decoder(model: Any, n_layers: int) -> torch.nn.Module:
     """The part of a model that holds its decoder blocks, without the head."""
+    return next((candidate for candidate in _candidates(model) if _lists(candidate, n_layers)), model)
+
+
+def _candidates(model: Any) -> list[torch.nn.Module]:
     # A few classes answer another part, such as a head that is called decoder; their base model holds the blocks then.
-    candidates: list[torch.nn.Module] = [model.get_decoder(), model.base_model, model]
-    return next((candidate for candidate in candidates if _lists(candidate, n_layers)), model)
+    parts = [model.get_decoder(), model.base_model, model]
+    return [part for part in parts if isinstance(part, torch.nn.Module)]
 
 
 def find_blocks(decoder: torch.nn.Module, n_layers: int) -> torch.nn.ModuleList:
@@ -63,7 +78,7 @@ def cut_class(model_class: Any, n_layers: int, n_needed: int) -> Any:
 
     def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, config, *args, **kwargs)
-        del find_blocks(find_decoder(self, n_layers), n_layers)[n_needed:]
+        cut_blocks(self, n_layers, n_needed)
         tied = self.all_tied_weights_keys
         _drop_head(self, {*tied, *tied.values()})
         there = {name for name, _ in self.named_parameters(remove_duplicate=False)}
@@ -72,6 +87,15 @@ def cut_class(model_class: Any, n_layers: int, n_needed: int) -> Any:
     # transformers looks at the class's name and module, for how to read its files among other things.
     members = {"__init__": make, "__module__": model_class.__module__, "__doc__": model_class.__doc__}
     return type(model_class.__name__, (model_class,), members)
+
+
+def cut_blocks(model: Any, n_layers: int, n_needed: int) -> torch.nn.ModuleList:
+    """Take the blocks above the first `n_needed` out of a model; answers those that are left."""
+    blocks = find_blocks(find_decoder(model, n_layers), n_layers)
+    del blocks[n_needed:]
+    # By their number alone they could be taken for another list of a model from now on.
+    model.harvest_blocks = next(name for name, module in model.named_modules() if module is blocks)
+    return blocks
 
 
 def _drop_head(model: Any, tied: set[str]) -> None:
@@ -83,9 +107,7 @@ def _drop_head(model: Any, tied: set[str]) -> None:
         setattr(model.get_submodule(parent), name, torch.nn.Identity())
 
 
-def _lists(module: Any, n_layers: int) -> list[tuple[int, torch.nn.ModuleList]]:
+def _lists(module: torch.nn.Module, n_layers: int) -> list[tuple[int, torch.nn.ModuleList]]:
     """Each ModuleList of so many entries, with the depth at which it lies."""
-    if not isinstance(module, torch.nn.Module):
-        return []
     found = module.named_modules()
     return [(name.count("."), part) for name, part in found if isinstance(part, torch.nn.ModuleList) and len(part) == n_layers]

@@ -11,7 +11,7 @@ import transformers
 
 from harvest.errors import ModelError
 from harvest.model import tiny
-from harvest.model.blocks import LoadedDecoder, cut_class, find_blocks, find_decoder
+from harvest.model.blocks import LoadedDecoder, cut_blocks, cut_class, decoder_of
 from harvest.model.revision import folder_revision
 from harvest.model.sources import Source
 from harvest.settings import Dtype
@@ -100,34 +100,48 @@ def find_length_switches(text_config: Any) -> tuple[int, ...]:
 
 
 def load_decoder(
-    description: Description, device: torch.device, dtype: torch.dtype, n_blocks: int, allow_cut: bool = True
+    description: Description,
+    device: torch.device,
+    dtype: torch.dtype,
+    n_blocks: int,
+    attention: str = "auto",
+    allow_cut: bool = True,
 ) -> LoadedDecoder:
     """Load the first `n_blocks` blocks of a model's decoder, without its LM head, ready for inference. Raises ModelError.
 
+    attention: the kind of transformers' attention, or auto for its own choice.
     Where a model cannot be made without the blocks above, or must not, as allow_cut says, they are loaded too; `drop_above` frees them.
     """
     source, n_layers = description.source, description.n_layers
     if source.is_tiny:
-        decoder = find_decoder(tiny.tiny_model(), n_layers).to(device=device, dtype=dtype)
-        del find_blocks(decoder, n_layers)[n_blocks:]
+        model: Any = tiny.tiny_model()
+        if attention != "auto":
+            model.set_attn_implementation(attention)
+        cut_blocks(model, n_layers, n_blocks)
+        decoder = decoder_of(model.to(device=device, dtype=dtype), n_layers)
     elif allow_cut:
         try:
-            model_class = cut_class(_model_class(description), n_layers, n_blocks)
-            decoder = _load(model_class, description, device, dtype, n_blocks)
+            decoder = _load(cut_class(_model_class(description), n_layers, n_blocks), description, device, dtype, attention)
         except Exception:
             # Whatever stands in the way of a cut model, the whole one shows whether the model itself is at fault.
-            return load_decoder(description, device, dtype, n_blocks, allow_cut=False)
+            return load_decoder(description, device, dtype, n_blocks, attention, allow_cut=False)
     else:
-        decoder = _load(_model_class(description), description, device, dtype, n_layers)
-    n_loaded = n_blocks if source.is_tiny or allow_cut else n_layers
-    decoder.eval()
-    decoder.requires_grad_(False)
-    return LoadedDecoder(decoder, list(find_blocks(decoder, n_loaded)), is_cut=n_loaded < n_layers)
+        decoder = _load(_model_class(description), description, device, dtype, attention)
+    decoder.module.eval()
+    decoder.module.requires_grad_(False)
+    return decoder
 
 
-def _load(model_class: Any, description: Description, device: torch.device, dtype: torch.dtype, n_blocks: int) -> torch.nn.Module:
+def _load(model_class: Any, description: Description, device: torch.device, dtype: torch.dtype, attention: str) -> LoadedDecoder:
     # An explicit device map makes the weights go to the device as they are read, and not through a second copy in host memory.
-    kwargs = {"dtype": dtype, "device_map": {"": device}, "output_loading_info": True, "config": copy.deepcopy(description.config)}
+    kwargs: dict[str, Any] = {
+        "dtype": dtype,
+        "device_map": {"": device},
+        "output_loading_info": True,
+        "config": copy.deepcopy(description.config),
+    }
+    if attention != "auto":
+        kwargs["attn_implementation"] = attention
     verbosity = transformers.logging.get_verbosity()
     # It lists the tensors of the blocks that were left out; those that are missing are an error below.
     transformers.logging.set_verbosity_error()
@@ -135,8 +149,8 @@ def _load(model_class: Any, description: Description, device: torch.device, dtyp
         model, info = _from_pretrained(model_class, description.source, **kwargs)
     finally:
         transformers.logging.set_verbosity(verbosity)
-    decoder = find_decoder(model, n_blocks)
-    _check_weights(description.source, decoder, model, info)
+    decoder = decoder_of(model, description.n_layers)
+    _check_weights(description.source, decoder.module, model, info)
     return decoder
 
 
@@ -170,6 +184,8 @@ def _check_architecture(source: Source, config: Any) -> None:
 def _from_pretrained(auto_class: Any, source: Source, **kwargs: Any) -> Any:
     if source.gguf_file is not None:
         kwargs["gguf_file"] = source.gguf_file
+    if source.revision is not None:
+        kwargs["revision"] = source.revision
     try:
         return auto_class.from_pretrained(source.location, **kwargs)
     except Exception as error:

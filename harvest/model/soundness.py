@@ -4,6 +4,7 @@ A name tells little: looped models call their blocks several times, and an encod
 right, which padding would then change. Both would write wrong numbers without an error.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,13 @@ import torch
 from harvest.errors import ModelError
 from harvest.model.blocks import LoadedDecoder, stream_of
 
-# Tokens of the prompt that is tried: enough to look ahead, and a moment's work for any model.
-_MAX_TOKENS = 64
+# Tokens of the prompt that are tried: enough to look ahead, and a moment's work for any model.
+TRIED_TOKENS = 64
+
+# How far a prompt's stream may be from itself, relative to its norm and on average over tokens, when there are more tokens to its right.
+# Kernels round otherwise for another shape, in the half types by a few thousandths; a model whose choice of keys hangs on the length of a
+# batch, as sparse attention's may, is off by a tenth and more.
+_PADDING_BOUNDS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 # How far a token's stream may move, relative to its norm, when the tokens to its right are others. Both passes have the same shape, so a
 # causal model gives the very same values on a CPU, in bfloat16 too; the bound leaves room for kernels of a GPU that are not repeatable.
@@ -22,14 +28,26 @@ _MAX_TOKENS = 64
 _CAUSAL_BOUND = 1e-3
 
 
+def tried_tokens(text_config: Any) -> int:
+    """How many tokens of a prompt show whether a model is read right: more than its attention takes in whole, where it chooses keys."""
+    # DeepSeek's and GLM's sparse attention choose index_topk keys, and Doge's keeps keep_window_size of them.
+    chosen = [getattr(text_config, name, None) for name in ("index_topk", "keep_window_size")]
+    return max([TRIED_TOKENS, *(2 * value for value in chosen if isinstance(value, int))])
+
+
 @torch.inference_mode()
-def check_stream(decoder: LoadedDecoder, ids: npt.NDArray[np.int32]) -> None:
-    """Run a prompt, and the same with another second half, through all loaded blocks. Raises ModelError with what was seen.
+def check_stream(
+    decoder: LoadedDecoder, ids: npt.NDArray[np.int32], max_tokens: int = TRIED_TOKENS, length_switches: Sequence[int] = ()
+) -> None:
+    """Run a prompt, the same with another second half, and its first half alone, through all loaded blocks.
 
     Each block must be called once, in order, and take in what the one before it handed out; and no token's stream may depend on the
-    tokens to its right, since prompts are padded there without a mask.
+    tokens to its right, nor on how many there are, since prompts are padded there without a mask. Raises ModelError with what was seen.
+
+    max_tokens: of the prompt, the first so many are tried.
+    length_switches: the model reads whole batches otherwise above these lengths, so halves are not compared across them.
     """
-    ids = ids[:_MAX_TOKENS]
+    ids = ids[:max_tokens]
     whole = _trace(decoder, ids)
     n_kept = (len(ids) + 1) // 2
     largest = int(ids.max())
@@ -48,6 +66,15 @@ def check_stream(decoder: LoadedDecoder, ids: npt.NDArray[np.int32]) -> None:
         raise ModelError(
             f"model: the stream of {name} changes by {error:.2g} of its norm when the tokens to its right are others, "
             "so it is not causal without a mask; harvest reads decoders, whose tokens look to the left only"
+        )
+    if any(n_kept <= switch < len(ids) for switch in length_switches):
+        return
+    alone_TH = _trace(decoder, ids[:n_kept])[0].float()
+    error = float(((before_TH - alone_TH).norm(dim=1) / alone_TH.norm(dim=1)).mean())
+    if np.isfinite(error) and error > _PADDING_BOUNDS.get(whole.dtype, 1e-3):
+        raise ModelError(
+            f"model: the stream of {type(decoder.module).__name__} changes by {error:.2g} of its norm when more tokens stand to its right, "
+            "whatever they are; it cannot be read in padded batches"
         )
 
 

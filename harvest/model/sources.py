@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harvest.errors import ModelError
@@ -20,6 +20,7 @@ class Source:
     location: a Hugging Face id, or a folder's path.
     gguf_file: the file in that folder, where the model is one GGUF file.
     context_length, dtype: what the registry says of it; None where it is not in the registry.
+    revision: a branch, tag or commit on the Hub; None for main.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Source:
     gguf_file: str | None = None
     context_length: int | None = None
     dtype: Dtype | None = None
+    revision: str | None = None
 
     @property
     def is_tiny(self) -> bool:
@@ -39,8 +41,17 @@ class Source:
         return not self.is_tiny and Path(self.location).is_dir()
 
 
-def find_model(name: str) -> Source:
+def find_model(name: str, revision: str | None = None) -> Source:
     """The source of a model by registry id, path or Hugging Face id. Looks at local files only. Raises ModelError."""
+    source = _find(name)
+    if revision is None:
+        return source
+    if source.is_tiny or source.is_local:
+        raise ModelError(f"revision: {revision} was given, but {name} is not a model of the Hub; leave it out, or name a Hugging Face id")
+    return replace(source, revision=revision)
+
+
+def _find(name: str) -> Source:
     if name == TINY:
         return Source(name, TINY)
     if name in registry():

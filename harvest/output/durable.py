@@ -80,10 +80,15 @@ def open_grown(partial: Path) -> BinaryIO:
     return open(partial, "a+b", buffering=_BUFFER_BYTES)
 
 
-def publish(file: BinaryIO, temporary: Path, final: Path) -> None:
-    """Flush a written file to the disk, close it, and give it its final name."""
+def flush(file: BinaryIO) -> None:
+    """Have the disk take what was written."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def publish(file: BinaryIO, temporary: Path, final: Path) -> None:
+    """Flush a written file to the disk, close it, and give it its final name."""
+    flush(file)
     file.close()
     os.replace(temporary, final)
     _sync_folder(final.parent)
@@ -141,8 +146,7 @@ def write_new(path: Path, data: bytes) -> bool:
     try:
         with storing(path), open_new(temporary) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
             if not _link(temporary, path, data):
                 return False
             _sync_folder(path.parent)
@@ -165,8 +169,7 @@ def _link(temporary: Path, path: Path, data: bytes) -> bool:
         try:
             with open(path, "xb") as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+                flush(file)
         except FileExistsError:
             return False
     return True

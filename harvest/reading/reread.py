@@ -8,11 +8,9 @@ Shapes: T tokens, H hidden size, D directions, W values a token: H, or D where t
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +20,7 @@ from harvest.errors import ModelError, NotARunError, RequestError
 from harvest.model.blocks import LoadedDecoder
 from harvest.model.device import resolve_device
 from harvest.model.load import Description, describe, load_decoder
+from harvest.model.plain import read_plain, tolerance
 from harvest.model.sources import find_model
 from harvest.model.start_token import start_token_id
 from harvest.output.folder import RunFolder
@@ -29,10 +28,6 @@ from harvest.reading.findings import Finding
 from harvest.reading.run import Run
 from harvest.request import HarvestRequest
 
-# The relative error of a token's values that is allowed on average, by the type that they were stored in, and by the one that they were
-# computed in: batches of another shape round otherwise. 0.03 is a cosine of 0.9996; the service's makers measured 0.9997 between two.
-_STORED = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
-_COMPUTED = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 # What one token may have of that: a row that belongs elsewhere has many times more.
 _ONE_TOKEN = 10
 
@@ -99,14 +94,16 @@ class Rereading:
     def read(self, n_prompts: int, findings: list[Finding]) -> Reread:
         """Read so many prompts, spread evenly over the run, and compare; what does not agree is added to the findings."""
         manifest = self._run.manifest
-        decoder = load_decoder(self._description, self._device, getattr(torch, self._compute_dtype), self._description.n_layers)
+        attention = (manifest.local or {}).get("engine", {}).get("attention", "auto")
+        dtype = getattr(torch, self._compute_dtype)
+        decoder = load_decoder(self._description, self._device, dtype, self._description.n_layers, attention)
         prompts = spread(n_prompts, self._run.n_prompts)
         for prompt in prompts:
             findings += self._check_prompt(prompt, decoder)
         rows = [tally.figures(layer) for layer, tally in zip(self._run.layers, self._tallies, strict=True) if tally.n_tokens]
-        tolerance = max(_STORED[manifest.dtype], _COMPUTED[self._compute_dtype])
-        findings += _judge(rows, tolerance, manifest)
-        return Reread(prompts, self._compute_dtype, str(self._device), tolerance, rows, self._notes)
+        allowed = tolerance(manifest.dtype, self._compute_dtype)
+        findings += _judge(rows, allowed, manifest)
+        return Reread(prompts, self._compute_dtype, str(self._device), allowed, rows, self._notes)
 
     def _check_shape(self) -> None:
         """Raise ModelError where the model has too few layers, or another width than the run or its directions."""
@@ -143,42 +140,6 @@ class Rereading:
 def spread(n: int, n_prompts: int) -> list[int]:
     """Numbers of n prompts, spread evenly from the first to the last."""
     return sorted({round(place) for place in np.linspace(0, n_prompts - 1, min(n, n_prompts))})
-
-
-@torch.inference_mode()
-def read_plain(decoder: LoadedDecoder, ids_T: torch.Tensor, layers: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> None:
-    """Run one prompt and hand over the stream after each block of `layers`, by its place there: float64 [T, H], on the CPU."""
-    with _hooks(decoder.blocks, layers, visit):
-        decoder.module(input_ids=ids_T.long()[None].to(decoder.device), use_cache=False)
-
-
-@contextmanager
-def _hooks(blocks: Sequence[torch.nn.Module], layers: Sequence[int], visit: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
-    def give(position: int, stream_BTH: Any) -> None:
-        visit(position, stream_BTH[0].cpu().double())
-
-    handles = []
-    for position, layer in enumerate(layers):
-        if layer + 1 < len(blocks):
-            handles.append(
-                blocks[layer + 1].register_forward_pre_hook(
-                    lambda _block, args, kwargs, position=position: give(position, args[0] if args else kwargs["hidden_states"]),
-                    with_kwargs=True,
-                )
-            )
-        else:
-            handles.append(
-                blocks[layer].register_forward_hook(
-                    lambda _block, _args, output, position=position: give(
-                        position, output[0] if isinstance(output, (tuple, list)) else output
-                    )
-                )
-            )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Tally:

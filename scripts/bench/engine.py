@@ -105,6 +105,7 @@ def prepare(
         compute_dtype=dtype,
         store_dtype=store_dtype,
         codec=codec,
+        attention="auto",
         context_length=None,
         batch_tokens=batch_tokens,
         window_bytes=window_bytes,
@@ -120,6 +121,7 @@ def prepare(
         plan=make_plan(lengths, _SHARD_SIZE, layout.token_bytes, window_bytes, batch_tokens),
         fingerprint={"bench": "gpu"},
         allow_nonfinite=False,
+        check_values=False,
     )
 
 

@@ -11,12 +11,14 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import LLAMA_LIKE
+from conftest import LLAMA_LIKE, TEXTS
 
 import harvest
 import harvest.pipeline
 from harvest.errors import CancelledError, ModelError
+from harvest.model.load import describe, load_decoder
 from harvest.model.revision import folder_revision
+from harvest.model.sources import find_model
 from harvest.stop import StopFlag
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -142,3 +144,27 @@ def test_a_model_that_asks_for_its_last_block_is_read_whole(save_model: Any, tmp
     harvest.run(request, tmp_path / "whole")
     assert loads == [True, False]
     assert torch.equal(harvest.open(tmp_path / "cut").prompt(0), harvest.open(tmp_path / "whole").prompt(0))
+
+
+@pytest.mark.parametrize("model", ["tiny", "folder"])
+def test_another_attention_computes_the_same_but_for_rounding(model: str, save_model: Any, tmp_path: Path) -> None:
+    name = "tiny" if model == "tiny" else str(save_model(transformers.LlamaConfig(**LLAMA_LIKE)))
+    request = harvest.HarvestRequest(model=name, prompts=TEXTS, layers="all")
+    kinds: list[str] = []
+    for attention in ("sdpa", "eager"):
+        engine = harvest.Engine(attention=attention, store_dtype="float32")
+        harvest.run(request, tmp_path / attention, engine)
+        decoder = load_decoder(describe(find_model(name)), torch.device("cpu"), torch.float32, 2, attention)
+        kinds.append(decoder.module.config._attn_implementation)
+    assert kinds == ["sdpa", "eager"]
+    runs = [harvest.open(tmp_path / attention) for attention in ("sdpa", "eager")]
+    for prompt in range(len(TEXTS)):
+        torch.testing.assert_close(runs[0].prompt(prompt), runs[1].prompt(prompt), rtol=1e-4, atol=1e-4)
+    assert [run.manifest.local["engine"]["attention"] for run in runs] == ["sdpa", "eager"]
+
+
+def test_a_revision_is_of_the_hub_alone(save_model: Any) -> None:
+    assert find_model("someone/model", "v1.0").revision == "v1.0"
+    for name in ("tiny", str(save_model(transformers.LlamaConfig(**LLAMA_LIKE)))):
+        with pytest.raises(ModelError, match=r"revision: v1\.0 was given, but .* is not a model of the Hub"):
+            find_model(name, "v1.0")

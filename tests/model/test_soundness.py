@@ -13,7 +13,7 @@ from conftest import LLAMA_LIKE, SMALL, TEXTS
 import harvest
 from harvest.errors import ModelError
 from harvest.model.blocks import LoadedDecoder, find_blocks
-from harvest.model.soundness import check_stream
+from harvest.model.soundness import check_stream, tried_tokens
 
 IDS = np.array([256, 1, 2, 3, 4, 5], dtype=np.int32)
 
@@ -33,6 +33,8 @@ class Decoder(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
         stream = self.embed(input_ids)
+        if self.looks_ahead == "at the length":
+            stream = stream * (1 + 0.5 * (input_ids.shape[1] > 4))
         for block in self.order:
             stream = self.layers[block](stream if self.chained else stream + 1)
             if self.looks_ahead == "at all":
@@ -89,3 +91,19 @@ def test_an_encoder_that_loads_as_a_language_model_is_refused_and_nothing_is_wri
         harvest.run(request, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "job.json").read_text())["status"] == "failed"
     assert not list((tmp_path / "run" / "shards").iterdir())
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_a_stream_that_hangs_on_the_length_of_a_batch_is_refused(compute: torch.dtype) -> None:
+    decoder = loaded(Decoder([0, 1, 2], looks_ahead="at the length").to(compute))
+    with pytest.raises(ModelError, match=r"changes by 0\.\d+ of its norm when more tokens stand to its right, whatever they are"):
+        check_stream(decoder, IDS)
+    # Prompts on both sides of a known switch never share a batch.
+    check_stream(decoder, IDS, length_switches=[4])
+    # Too short to see.
+    check_stream(decoder, IDS, max_tokens=4)
+
+
+def test_more_tokens_are_tried_where_a_model_chooses_its_keys() -> None:
+    assert tried_tokens(transformers.LlamaConfig(**LLAMA_LIKE)) == 64
+    assert tried_tokens(transformers.DogeConfig(keep_window_size=2048)) == 4096

@@ -1,0 +1,176 @@
+"""One tiny random model of each causal type that transformers knows, read by harvest and in another way.
+
+python tests/model/sweep.py [TYPE ...]     a line for each type, and how many are covered, refused and not built
+"""
+
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import torch
+import transformers
+from tiny_configs import causal_types, tiny_config
+
+from harvest.errors import HarvestError
+from harvest.model.blocks import LoadedDecoder, cut_class, decoder_of, stream_of
+from harvest.model.capture import Capture
+from harvest.model.plain import read_plain
+from harvest.model.soundness import check_stream
+
+# Of random weights; a wrong position or a leak from the padding is at least a hundred times larger.
+BOUND = 1e-4
+_MOST_PARAMETERS = 60e6
+_LENGTHS = (41, 7, 70)
+COVERED, REFUSED, UNBUILT, WRONG = "covered", "refused", "not built", "wrong"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one type. is_cut: whether a model of its first two blocks gives the same bits."""
+
+    model_type: str
+    state: str
+    words: str
+    is_cut: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.model_type:28} {self.state:10} {self.words}"
+
+
+def prompts(largest: int = 256) -> list[Any]:
+    """Token ids of three lengths, so that two are padded in a batch: int32 [token]."""
+    draw = np.random.default_rng(0)
+    return [draw.integers(1, largest, length).astype(np.int32) for length in _LENGTHS]
+
+
+def sweep(model_type: str) -> Row:
+    """Build one type's tiny model, and hold what harvest reads of it against each prompt alone, without padding."""
+    try:
+        torch.manual_seed(0)
+        config = tiny_config(causal_types()[model_type])
+        with torch.device("meta"):
+            n_parameters = sum(weights.numel() for weights in transformers.AutoModelForCausalLM.from_config(config).parameters())
+        if n_parameters > _MOST_PARAMETERS:
+            return Row(model_type, UNBUILT, f"{n_parameters / 1e6:.0f} million parameters at the least sizes that its config takes")
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    except Exception as error:
+        return Row(model_type, UNBUILT, _first_line(error))
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() > 1 and weights.std() < 0.05:
+                weights.normal_(0, 0.1)
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        return Row(model_type, REFUSED, "an encoder-decoder")
+    n_layers = int(text.num_hidden_layers)
+    try:
+        loaded = decoder_of(model, n_layers)
+        check_stream(loaded, prompts()[2])
+        rows = _capture(loaded, list(range(n_layers)), text.hidden_size)
+    except HarvestError as error:
+        return Row(model_type, REFUSED, _first_line(error))
+    except Exception as error:
+        return Row(model_type, UNBUILT, f"its forward pass fails: {_first_line(error)}")
+    worst = _compare(loaded, rows)
+    is_cut, cut_words = _try_cut(model, config, n_layers, rows, text.hidden_size)
+    norm = _final_norm(loaded)
+    state = COVERED if worst <= BOUND and cut_words != WRONG else WRONG
+    return Row(model_type, state, f"within {worst:.0e}; cut: {cut_words}; {norm or 'something else after the last block'}", is_cut)
+
+
+def _capture(loaded: LoadedDecoder, layers: list[int], hidden_size: int) -> torch.Tensor:
+    """harvest's own reading of the three prompts in one padded batch: float32 [layer, token, hidden]."""
+    with Capture(loaded, layers, hidden_size, torch.float32) as capture:
+        return capture.read(prompts()).rows_LTW
+
+
+def _compare(loaded: LoadedDecoder, rows_LTH: torch.Tensor) -> float:
+    """The worst relative error of a layer of a prompt against that prompt alone, taken where the next block takes it in."""
+    worst, start = 0.0, 0
+    for ids in prompts():
+        alone: dict[int, torch.Tensor] = {}
+        read_plain(loaded, torch.from_numpy(ids), range(len(loaded.blocks)), alone.__setitem__)
+        for layer, stream_TH in alone.items():
+            ours = rows_LTH[layer, start : start + len(ids)].double()
+            worst = max(worst, float((ours - stream_TH).norm() / stream_TH.norm()))
+        start += len(ids)
+    return worst
+
+
+def _try_cut(model: Any, config: Any, n_layers: int, rows_LTH: torch.Tensor, hidden_size: int) -> tuple[bool, str]:
+    """Whether the model without its upper blocks gives the same bits; or why it cannot be made, and is read whole instead."""
+    n_kept = max(n_layers // 2, 1)
+    try:
+        cut = cut_class(type(model), n_layers, n_kept)(config).to(torch.float32).eval()
+        missing, _ = cut.load_state_dict(model.state_dict(), strict=False)
+        if missing:
+            return False, f"lacks {missing[0]}"
+        loaded = decoder_of(cut, n_layers)
+        check_stream(loaded, prompts()[2])
+        rows = _capture(loaded, list(range(n_kept)), hidden_size)
+    except Exception as error:
+        return False, f"no ({_first_line(error)})"
+    return (True, "same bits") if torch.equal(rows, rows_LTH[:n_kept]) else (False, WRONG)
+
+
+@torch.inference_mode()
+def _final_norm(loaded: LoadedDecoder) -> str | None:
+    """Which module makes the model's last hidden state of the last block's output; None where none is found."""
+    streams: list[torch.Tensor] = []
+    ends: list[tuple[str, Any]] = []
+
+    def after(name: str, args: Any, output: Any) -> None:
+        if (
+            streams
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and args[0].shape == streams[0].shape
+            and torch.equal(args[0], streams[0])
+        ):
+            ends.append((name, output))
+
+    hooks = [
+        module.register_forward_hook(lambda _m, args, output, name=name: after(name, args, output))
+        for name, module in loaded.module.named_modules()
+        if name
+    ]
+    hooks.append(loaded.blocks[-1].register_forward_hook(lambda _m, _args, output: streams.append(stream_of(output).clone())))
+    answer = loaded.module(input_ids=torch.from_numpy(prompts()[0].astype(np.int64))[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    state = getattr(answer, "last_hidden_state", None)
+    if state is None:
+        return "a decoder that answers logits"
+    if state.shape == streams[0].shape and torch.equal(state, streams[0]):
+        return "no final norm"
+    same = (name for name, output in ends if isinstance(output, torch.Tensor) and torch.equal(output, state))
+    return next((f"final norm {name}" for name in same), None)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:110]}" if str(error).strip() else type(error).__name__
+
+
+def main(names: list[str]) -> int:
+    """Sweep the named types, or all, and print the table."""
+    rows = []
+    for name in names or sorted(causal_types()):
+        try:
+            rows.append(sweep(name))
+        except Exception as error:
+            traceback.print_exc()
+            rows.append(Row(name, WRONG, _first_line(error)))
+        print(rows[-1], flush=True)
+    counts = {state: sum(row.state == state for row in rows) for state in (COVERED, REFUSED, UNBUILT, WRONG)}
+    print(f"transformers {transformers.__version__}: {counts}; cut with the same bits: {sum(row.is_cut for row in rows)}")
+    return counts[WRONG]
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    sys.exit(main(sys.argv[1:]))
