@@ -1,5 +1,6 @@
 """What a command asks for, in a digest that takes neither torch nor a tokenizer: a finished run answers it at once."""
 
+import glob
 import hashlib
 import json
 import re
@@ -47,7 +48,7 @@ def find_answer(request: HarvestRequest, engine: Engine, out: str | Path | None,
     digest = _asked(request, engine)
     if digest is None:
         return None
-    paths = [Path(out)] if out is not None else sorted(root.glob(f"{_escape(folder_stem(request.model))}-*"))
+    paths = [Path(out)] if out is not None else sorted(root.glob(f"{glob.escape(folder_stem(request.model))}-*"))
     for folder in map(RunFolder, paths):
         if _read(folder) == digest and not folder.copying.exists():
             fingerprint = folder.fingerprint()
@@ -91,8 +92,3 @@ def _read(folder: RunFolder) -> str | None:
         return str(json.loads(folder.asked.read_bytes())["asked"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def _escape(name: str) -> str:
-    """A name with nothing that a pattern of file names would take as its own."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -21,6 +21,7 @@ from harvest.model.start_token import start_token_id
 from harvest.model.tiny import tiny_model
 from harvest.output import durable
 from harvest.output.manifest import versions
+from harvest.request import quartiles
 
 _TRIED_BYTES = 256 << 20
 _BLOCK = 8 << 20
@@ -45,7 +46,7 @@ def examine_model(name: str, revision: str | None = None) -> dict[str, Any]:
         "type": description.config.model_type,
         "class": type(model).__name__,
         "n_layers": description.n_layers,
-        "quartiles": sorted({description.n_layers * quarter // 4 for quarter in (1, 2, 3)}),
+        "quartiles": quartiles(description.n_layers),
         "hidden_size": description.hidden_size,
         "context_length": description.context_length,
         "start_token": None if start is None else {"id": start, "text": description.tokenizer.convert_ids_to_tokens(start)},
@@ -58,7 +59,7 @@ def examine_model(name: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def examine_machine(folder: Path) -> dict[str, Any]:
-    """What this machine has: libraries, devices, memory, and the disk of a folder, which 256 MiB are written to and read from."""
+    """What this machine has: libraries, devices, memory, and the disk of a folder, which 256 MiB are written to."""
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "versions": dict(versions()),

@@ -7,7 +7,6 @@ import torch
 
 from harvest.asked import note_asked
 from harvest.contract import HarvestJob, HarvestResult
-from harvest.errors import NotARunError
 from harvest.output import durable
 from harvest.output.folder import Record, RunFolder
 from harvest.output.job import JobFile, make_links, round_timings
@@ -54,7 +53,7 @@ def make_whole(folder: RunFolder, prepared: Prepared, engine: Engine, job: JobFi
     """
     job.refresh()
     stats = _write_stats(folder, prepared)
-    published = [_published(folder, shard.index) for shard in prepared.plan.shards]
+    published = [folder.published(shard.index) for shard in prepared.plan.shards]
     _write_manifest(folder, prepared, job.job, stats, published)
     note_asked(folder, prepared.request, engine)
     job.finish(
@@ -69,13 +68,6 @@ def make_whole(folder: RunFolder, prepared: Prepared, engine: Engine, job: JobFi
         )
     )
     return job.job
-
-
-def _published(folder: RunFolder, index: int) -> Record:
-    record = Record.read(folder.record(index))
-    if record is None:
-        raise NotARunError(f"{folder.record(index)}: the record of a finished shard is gone; run the same command again to make it anew")
-    return record
 
 
 def _write_stats(folder: RunFolder, prepared: Prepared) -> RunStats:

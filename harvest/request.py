@@ -177,13 +177,18 @@ class HarvestRequest(BaseModel):
         if self.layers == "all":
             return list(range(n_layers))
         if self.layers is None:
-            return sorted({n_layers // 4, n_layers // 2, 3 * n_layers // 4})
+            return quartiles(n_layers)
         for layer in self.layers:
             if layer >= n_layers:
                 raise RequestError(
                     f"layers: {show(layer)} was given, but {self.model} has {n_layers} decoder blocks, numbered 0 to {n_layers - 1}"
                 )
         return sorted(set(self.layers))
+
+
+def quartiles(n_layers: int) -> list[int]:
+    """The layers that are read where none are asked for."""
+    return sorted({n_layers // 4, n_layers // 2, 3 * n_layers // 4})
 
 
 def parse_layers(text: str) -> list[int] | Literal["all"]:

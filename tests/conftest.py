@@ -6,6 +6,7 @@ import os
 # Before the libraries that read it: no test waits for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,13 @@ def tiny_request(prompts: list[str] | None = None, **fields: Any) -> harvest.Har
 def read_96() -> list[str]:
     """The 96 English prompts."""
     return [json.loads(line)["prompt"] for line in PROMPTS_96.read_text().splitlines()]
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
+    """What a condition answers once that is true; an error where it does not come about."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise AssertionError("it did not come about in time")

@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from conftest import DATA, tiny_request
+from conftest import DATA, tiny_request, wait_for
 
 import harvest
 from harvest.control import cancel, status
@@ -39,15 +39,6 @@ capture.Capture.read = slowly
 sys.argv[0] = "harvest"
 main()
 """
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    raise AssertionError("it did not come about in time")
 
 
 @pytest.fixture

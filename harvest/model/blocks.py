@@ -89,13 +89,12 @@ def cut_class(model_class: Any, n_layers: int, n_needed: int) -> Any:
     return type(model_class.__name__, (model_class,), members)
 
 
-def cut_blocks(model: Any, n_layers: int, n_needed: int) -> torch.nn.ModuleList:
-    """Take the blocks above the first `n_needed` out of a model; answers those that are left."""
+def cut_blocks(model: Any, n_layers: int, n_needed: int) -> None:
+    """Take the blocks above the first `n_needed` out of a model."""
     blocks = find_blocks(find_decoder(model, n_layers), n_layers)
     del blocks[n_needed:]
     # By their number alone they could be taken for another list of a model from now on.
     model.harvest_blocks = next(name for name, module in model.named_modules() if module is blocks)
-    return blocks
 
 
 def _drop_head(model: Any, tied: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Whether a model has a single residual stream that harvest's way of reading gets right: seen in two short passes before a run begins.
+"""Whether a model has a single residual stream that harvest's way of reading gets right: seen in three short passes before a run begins.
 
 A name tells little: looped models call their blocks several times, and an encoder loaded as a language model looks at tokens to the
 right, which padding would then change. Both would write wrong numbers without an error.

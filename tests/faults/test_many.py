@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TEXTS
+from conftest import TEXTS, wait_for
 from forked import Task, content, run, start, started, wait
 from test_kills import slow_batches
 
@@ -74,9 +74,7 @@ def test_parts_one_after_the_other(alone: Path, tmp_path: Path) -> None:
 def test_a_killed_part_is_taken_up_by_its_own_command_and_by_another_number_of_parts(alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with started(Task(folder, slow_batches, (0.05,), part=Part(1, 2), **SLIM)) as process:
-        deadline = time.monotonic() + 60
-        while not RunFolder(folder).recorded() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: RunFolder(folder).recorded())
         process.kill()
         process.join()
     assert [claim.is_alive for claim in claims(RunFolder(folder))] == [False]
@@ -91,9 +89,7 @@ def test_a_killed_part_is_taken_up_by_its_own_command_and_by_another_number_of_p
 def test_a_part_that_overlaps_is_told_who_works_there(other: Part, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with started(Task(folder, slow_batches, (0.05,), part=Part(0, 2), **SLIM)) as process:
-        deadline = time.monotonic() + 60
-        while not claims(RunFolder(folder)) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: claims(RunFolder(folder)))
         code, said = run(Task(folder, part=other, **SLIM))
         assert code == 2
         assert f"process {process.pid} on {os.uname().nodename} (part 0/2) is working on {folder}" in said
@@ -103,9 +99,7 @@ def test_a_part_that_overlaps_is_told_who_works_there(other: Part, tmp_path: Pat
 def test_a_part_of_another_request_never_mixes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with started(Task(folder, slow_batches, (0.05,), part=Part(0, 2), **SLIM)):
-        deadline = time.monotonic() + 60
-        while not (folder / "job.json").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: (folder / "job.json").exists())
         code, said = run(Task(folder, part=Part(1, 2), **SLIM | {"shard_size": 5}))
         assert code == 2
         assert "shard_size: 4 there, 5 here" in said
@@ -257,11 +251,8 @@ def test_cancel_stops_every_part(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     tasks = [Task(folder.path, slow_batches, (0.1,), part=Part(index, 2), **SLIM) for index in range(2)]
     with started(tasks[0]) as first, started(tasks[1]) as second:
-        deadline = time.monotonic() + 60
-        while len(claims(folder)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        while not folder.job.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: len(claims(folder)) == 2)
+        wait_for(lambda: folder.job.exists())
         job = cancel(folder)
         assert job.status == "cancelled"
         assert [wait(first), wait(second)] == [130, 130]
