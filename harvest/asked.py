@@ -60,7 +60,7 @@ def find_answer(request: HarvestRequest, engine: Engine, out: str | Path | None,
 def _asked(request: HarvestRequest, engine: Engine) -> str | None:
     """The digest of a request, an engine, and the state of the model's files; None where that state cannot be told."""
     try:
-        state = _state(find_model(request.model, engine.revision))
+        state = _state(find_model(request.model, engine))
     except (ModelError, OSError):
         return None
     # Directions are arrays of the request, and its dump holds them as text.
@@ -70,21 +70,34 @@ def _asked(request: HarvestRequest, engine: Engine) -> str | None:
 
 
 def _state(source: Source) -> list[object]:
-    """What changes when a model's files do: their names, sizes and times in a folder; of the Hub's, the commit in the local cache."""
+    """What changes when a model's files do, and those of the adapter on it."""
     if source.is_tiny:
         return [source.location]
-    if not source.is_local:
-        from huggingface_hub.constants import HF_HUB_CACHE
+    found: list[object] = [source.gguf_file]
+    found += _files(source.location, source.gguf_file) if source.is_local else _commit(source.location, source.revision)
+    if source.adapter is not None:
+        repository, _, revision = source.adapter.partition("@")
+        is_local = Path(source.adapter).expanduser().is_dir()
+        found += _files(source.adapter) if is_local else _commit(repository, revision or None)
+    return found
 
-        revision = source.revision or "main"
-        if re.fullmatch(r"[0-9a-f]{40}", revision):
-            return [source.location, revision]
-        ref = Path(HF_HUB_CACHE) / f"models--{source.location.replace('/', '--')}" / "refs" / revision
-        return [source.location, ref.read_text().strip()]
-    folder = Path(source.location)
-    paths = [folder / source.gguf_file] if source.gguf_file else sorted(folder.iterdir())
-    files = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in paths if path.is_file()]
-    return [source.location, source.gguf_file, files]
+
+def _files(folder: str, only: str | None = None) -> list[object]:
+    """The names, sizes and times of a folder's files."""
+    place = Path(folder).expanduser()
+    paths = [place / only] if only else sorted(place.iterdir())
+    return [folder, *((path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in paths if path.is_file())]
+
+
+def _commit(repository: str, revision: str | None) -> list[object]:
+    """A commit of the Hub, as the local cache has it."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    revision = revision or "main"
+    if re.fullmatch(r"[0-9a-f]{40}", revision):
+        return [repository, revision]
+    ref = Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "refs" / revision
+    return [repository, ref.read_text().strip()]
 
 
 def _read(folder: RunFolder) -> str | None:

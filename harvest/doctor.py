@@ -14,26 +14,27 @@ import transformers
 
 from harvest.errors import ModelError
 from harvest.model.blocks import find_blocks, find_decoder
+from harvest.model.describe import Description, describe
 from harvest.model.device import resolve_device
-from harvest.model.load import Description, describe
 from harvest.model.sources import find_model
 from harvest.model.start_token import start_token_id
 from harvest.model.tiny import tiny_model
 from harvest.output import durable
 from harvest.output.manifest import versions
 from harvest.request import quartiles
+from harvest.settings import Engine
 
 _TRIED_BYTES = 256 << 20
 _BLOCK = 8 << 20
 
 
-def examine_model(name: str, revision: str | None = None) -> dict[str, Any]:
+def examine_model(name: str, engine: Engine | None = None) -> dict[str, Any]:
     """What a model's config and tokenizer say, and whether its decoder blocks are found. Raises ModelError with the reason where not.
 
     The model is built without memory for its weights, so that the largest takes seconds. Whether its blocks run once, in order, on one
     stream is seen only when a run begins.
     """
-    description = describe(find_model(name, revision))
+    description = describe(find_model(name, engine))
     model = _build(description)
     decoder = find_decoder(model, description.n_layers)
     blocks = find_blocks(decoder, description.n_layers)

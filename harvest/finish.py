@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from harvest.asked import note_asked
 from harvest.contract import HarvestJob, HarvestResult
+from harvest.model.describe import Description
 from harvest.output import durable
 from harvest.output.folder import Record, RunFolder
 from harvest.output.job import JobFile, make_links, round_timings
@@ -83,7 +85,7 @@ def _write_manifest(folder: RunFolder, prepared: Prepared, job: HarvestJob, stat
     start = tokens.start_token_id
     local = {
         "versions": versions(),
-        "model": {"revision": description.revision, "n_layers": description.n_layers, "hidden_size": description.hidden_size},
+        "model": _about_model(description),
         "device": _device_name(prepared.settings.device),
         "engine": asdict(prepared.settings),
         "start_token": None if start is None else {"id": start, "text": description.tokenizer.convert_ids_to_tokens(start)},
@@ -109,6 +111,17 @@ def _write_manifest(folder: RunFolder, prepared: Prepared, job: HarvestJob, stat
         local=local,
     )
     durable.write_whole(folder.manifest, manifest.to_json().encode())
+
+
+def _about_model(description: Description) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "revision": description.revision,
+        "n_layers": description.n_layers,
+        "hidden_size": description.hidden_size,
+    }
+    if (adapter := description.adapter) is not None:
+        about["adapter"] = {"name": adapter.name, "revision": adapter.revision, "base": adapter.base}
+    return about
 
 
 def _device_name(device: str) -> str:

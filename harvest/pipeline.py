@@ -11,14 +11,12 @@ import torch
 from harvest.asked import note_asked
 from harvest.begin import begin, check_kind, default_folder, empty, look
 from harvest.contract import HarvestJob
+from harvest.decoder import compare, load
 from harvest.errors import CancelledError, FolderError, HarvestError, RequestError, RequeuedError, StorageError
 from harvest.finish import Clock, make_whole, missing_shards
 from harvest.input.plan import Window
 from harvest.model.blocks import LoadedDecoder
 from harvest.model.capture import Capture
-from harvest.model.load import load_decoder
-from harvest.model.plain import check_values, tolerance
-from harvest.model.soundness import check_stream, tried_tokens
 from harvest.model.transfer import Transfer
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, read_job, with_fresh_links
@@ -159,7 +157,7 @@ def _carry_out(
     if device.type == "cuda":
         # Kernels that are compiled under way are launched on the current card, whichever their tensors are on.
         torch.cuda.set_device(device)
-    decoder = _load(prepared, device)
+    decoder = load(prepared, reporter)
     clock.load_s = time.monotonic() - started
     stop.check()
     n_own = sum(window.n_tokens for unit in units for window in unit)
@@ -169,28 +167,6 @@ def _carry_out(
     finally:
         reporter.end()
     reporter.note(clock.say())
-
-
-def _load(prepared: Prepared, device: torch.device) -> LoadedDecoder:
-    """The decoder up to the deepest asked block, once it is seen to have a stream that is read right."""
-    dtype, n_blocks = getattr(torch, prepared.settings.compute_dtype), prepared.layers[-1] + 1
-    ids = prepared.tokens.of(int(prepared.plan.lengths.argmax()))
-    switches = prepared.description.length_switches
-    n_tried = tried_tokens(prepared.description.config.get_text_config(decoder=True))
-    attention = prepared.settings.attention
-    decoder = load_decoder(prepared.description, device, dtype, n_blocks, attention)
-    try:
-        check_stream(decoder, ids, n_tried, switches)
-    except HarvestError:
-        raise
-    except Exception:
-        # A model that asks for a block above the cut is read whole, and must show there what it does with its blocks.
-        if not decoder.is_cut:
-            raise
-        decoder = load_decoder(prepared.description, device, dtype, n_blocks, attention, allow_cut=False)
-        check_stream(decoder, ids, n_tried, switches)
-    decoder.drop_above(n_blocks)
-    return decoder
 
 
 def _find_done(folder: RunFolder, prepared: Prepared, shards: Iterable[int], reporter: Reporter, stop: StopFlag) -> set[int]:
@@ -245,7 +221,7 @@ def _run_windows(
         Writers(folder, layout, prepared.tokens, prepared.fingerprint, reporter.wrote) as writers,
     ):
         if prepared.check_values:
-            _check_values(prepared, decoder, capture, reporter)
+            compare(prepared, decoder, capture, reporter)
         transfer = Transfer(torch.device(settings.device))
         asked = time.monotonic()
         for window in todo:
@@ -259,15 +235,6 @@ def _run_windows(
     # What was left to be written when the last window was read.
     clock.wait_s += time.monotonic() - asked
     clock.save_s = writers.busy_s
-
-
-def _check_values(prepared: Prepared, decoder: LoadedDecoder, capture: Capture, reporter: Reporter) -> None:
-    """--check: the longest prompt and one of the middle length, as the run reads them and alone."""
-    order = prepared.plan.lengths.argsort(kind="stable")
-    prompts = [prepared.tokens.of(int(order[place])) for place in sorted({len(order) // 2, len(order) - 1})]
-    allowed = tolerance(prepared.settings.store_dtype, prepared.settings.compute_dtype)
-    worst = check_values(decoder, capture, prepared.layers, prompts, allowed)
-    reporter.note(f"checked: {len(prompts)} prompts in a batch are within {worst:.1e} of what each gives alone ({allowed:.0e} is allowed)")
 
 
 def _check(stop: StopFlag, writers: Writers) -> None:

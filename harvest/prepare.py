@@ -14,8 +14,8 @@ from harvest.errors import RequestError
 from harvest.input.plan import Plan, make_plan
 from harvest.input.tokens import Tokens, tokenize
 from harvest.model.budget import auto_batch_tokens
-from harvest.model.device import resolve_device
-from harvest.model.load import Description, describe, max_context
+from harvest.model.describe import Description, describe, max_context
+from harvest.model.device import Placement, place, resolve_device
 from harvest.model.sources import find_model
 from harvest.model.start_token import chosen_start_token_id, start_token_id
 from harvest.output.codecs import default_codec
@@ -40,6 +40,7 @@ class Settings:
     context_length: int | None
     batch_tokens: int
     window_bytes: int
+    device_map: str
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Prepared:
     request: HarvestRequest
     description: Description
     settings: Settings
+    placement: Placement
     layers: list[int]
     tokens: Tokens
     directions_DH: npt.NDArray[np.float32] | None
@@ -77,13 +79,14 @@ def prepare(
     held: the fingerprint of the run that is gone on with; the budget of a batch that was chosen there, maybe for another card, stays.
     """
     device = resolve_device(engine.device, rank, reporter.note)
-    source = find_model(request.model, engine.revision)
+    placement = place(engine, device)
+    source = find_model(request.model, engine)
     description = describe(source, stop.check)
     if source.is_tiny:
         reporter.note("tiny has random weights: it shows how harvest works, and its numbers mean nothing")
     layers = request.resolve_layers(description.n_layers)
     directions_DH = _directions(request, engine, description)
-    settings = _resolve(engine, device, description, layers, directions_DH, held or {}, reporter)
+    settings = _resolve(engine, placement, description, layers, directions_DH, held or {}, reporter)
     tokens = _tokenize(request, engine, description, settings, reporter)
     about = {"model": request.model, "repository": description.repository, "revision": description.revision, "layers": layers}
     if directions_DH is None:
@@ -102,17 +105,38 @@ def prepare(
     fingerprint = {
         **request.model_dump(exclude={"prompts", "layers", "project_onto"}),
         **about,
-        **asdict(settings),
-        # Which of several cards computed is no difference; that it was a card is.
+        **{name: value for name, value in asdict(settings).items() if name != "device_map"},
+        # Which of several cards computed is no difference, nor where the weights lay meanwhile; that it was a card is.
         "device": device.type,
         "prompts": digest_prompts(request.prompts),
         "n_prompts": len(request.prompts),
         "start_token_id": tokens.start_token_id,
         "shard_format": FORMAT_VERSION,
     }
+    if description.adapter is not None:
+        fingerprint["adapter"] = description.adapter.revision
+        _compare_base(description, reporter)
     return Prepared(
-        request, description, settings, layers, tokens, directions_DH, layout, plan, fingerprint, engine.allow_nonfinite, engine.check
+        request,
+        description,
+        settings,
+        placement,
+        layers,
+        tokens,
+        directions_DH,
+        layout,
+        plan,
+        fingerprint,
+        engine.allow_nonfinite,
+        engine.check,
     )
+
+
+def _compare_base(description: Description, reporter: Reporter) -> None:
+    """Warn where an adapter names another base than the model that it is put on; a copy in a folder of the same name is none."""
+    adapter = description.adapter
+    if adapter is not None and adapter.base.rstrip("/").split("/")[-1] != description.repository.rstrip("/").split("/")[-1]:
+        reporter.note(f"warning: the adapter {adapter.name} was trained on {adapter.base}, and is put on {description.repository}")
 
 
 def _directions(request: HarvestRequest, engine: Engine, description: Description) -> npt.NDArray[np.float32] | None:
@@ -133,13 +157,14 @@ def _directions(request: HarvestRequest, engine: Engine, description: Descriptio
 
 def _resolve(
     engine: Engine,
-    device: torch.device,
+    placement: Placement,
     description: Description,
     layers: Sequence[int],
     directions_DH: npt.NDArray[np.float32] | None,
     held: Fingerprint,
     reporter: Reporter,
 ) -> Settings:
+    device = placement.device
     longest = None if description.source.is_tiny else max_context(description.config)
     longest = longest or description.context_length
     if engine.context_length is not None and longest is not None and engine.context_length > longest:
@@ -155,7 +180,7 @@ def _resolve(
         width = description.hidden_size if directions_DH is None else len(directions_DH)
         token_bytes = len(layers) * width * getattr(torch, store_dtype).itemsize
         text = description.config.get_text_config(decoder=True)
-        batch_tokens = auto_batch_tokens(device, text, layers[-1] + 1, getattr(torch, compute_dtype).itemsize, token_bytes)
+        batch_tokens = auto_batch_tokens(placement, text, layers[-1] + 1, getattr(torch, compute_dtype).itemsize, token_bytes)
         begun_with = held.get("batch_tokens", batch_tokens)
         if begun_with != batch_tokens:
             reporter.note(f"batches of {begun_with:,} tokens, with which this run was begun; {batch_tokens:,} would be chosen here")
@@ -169,6 +194,7 @@ def _resolve(
         context_length=engine.context_length or description.context_length,
         batch_tokens=batch_tokens,
         window_bytes=engine.window_bytes,
+        device_map=engine.device_map,
     )
 
 

@@ -26,6 +26,17 @@ def _check_start_token(text: str) -> str:
     return text
 
 
+_MEMORY = re.compile(r"(cpu|cuda:\d+)=(\d+(?:\.\d+)?)(|KiB|MiB|GiB|KB|MB|GB)", re.ASCII)
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _check_max_memory(text: str) -> str:
+    parts = text.split(",")
+    if not all(map(_MEMORY.fullmatch, parts)) or len({part.split("=")[0] for part in parts}) < len(parts):
+        raise ValueError("limits of memory are DEVICE=SIZE, parted by commas, each device once: cuda:0=70GiB,cpu=100GiB")
+    return text
+
+
 class Engine(BaseModel):
     """The engine's settings, as asked for; `auto` and None are resolved when the model is known."""
 
@@ -45,8 +56,24 @@ class Engine(BaseModel):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         default="auto", description="The attention of transformers. Auto: sdpa where the model has it, which is exact."
     )
+    adapter: str | None = Field(
+        default=None, min_length=1, description="A PEFT adapter's folder, or its Hugging Face id, also with @REVISION."
+    )
+    trust_remote_code: bool = Field(default=False, description="Run the code that a model's files bring along.")
+    allow_pickle: bool = Field(default=False, description="Load weights from pickle files where there are no safetensors.")
+    device_map: Literal["none", "auto"] = Field(
+        default="none", description="Auto: spread the weights over cards, host memory and disk. None: all on the device."
+    )
+    max_memory: Annotated[str, AfterValidator(_check_max_memory)] | None = Field(
+        default=None, description="With device_map auto: the most that the weights take on a device, such as cuda:0=70GiB,cpu=100GiB."
+    )
     check: bool = Field(default=False, description="Before a run, read two of its prompts in a batch and alone, and compare.")
     allow_nonfinite: bool = Field(default=False, description="Store NaN and inf where the model computes them, and count them.")
+
+    def memory_limits(self) -> dict[str, int]:
+        """What max_memory says: bytes by device."""
+        found = (_MEMORY.fullmatch(part) for part in (self.max_memory or "").split(","))
+        return {limit[1]: int(float(limit[2]) * _UNITS[limit[3]]) for limit in found if limit}
 
 
 def cache_folder() -> Path:

@@ -4,6 +4,7 @@ Nothing heavy is imported before it is needed: --help, and every error in the co
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -34,6 +35,27 @@ class _Group(click.Group):
 @click.version_option(package_name="harvest")
 def cli() -> None:
     """Read the residual stream of a language model for every token of a set of prompts, and write it to disk."""
+
+
+def loading_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a command that loads a model: fields of the engine, left out where they are not given."""
+    options = [
+        click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps. [default: auto]"),
+        click.option("--device-map", metavar="MAP", help="auto spreads the weights over cards, host memory and disk. [default: none]"),
+        click.option(
+            "--max-memory", metavar="LIMITS", help="With --device-map auto: the most for weights, such as cuda:0=70GiB,cpu=100GiB."
+        ),
+        click.option("--trust-remote-code", is_flag=True, default=None, help="Run the code that a model's files bring along."),
+        click.option("--allow-pickle", is_flag=True, default=None, help="Load weights from pickle files where there are no safetensors."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def quiet_libraries() -> None:

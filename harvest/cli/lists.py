@@ -11,7 +11,8 @@ from harvest.cli.group import cli, quiet_libraries
 @click.option("--json", "as_json", is_flag=True, help="A JSON list instead of a table.")
 @click.option("--check", "checked", metavar="ID", help="Load a model's config and tokenizer alone, and print what harvest makes of them.")
 @click.option("--revision", metavar="REF", help="With --check: a branch, tag or commit on the Hub.")
-def models(as_json: bool, checked: str | None, revision: str | None) -> None:
+@click.option("--trust-remote-code", is_flag=True, help="With --check: run the code that the model's files bring along.")
+def models(as_json: bool, checked: str | None, revision: str | None, trust_remote_code: bool) -> None:
     """List the models that have a short id, and whether their files are on this machine; or check any model.
 
     Your own go into ~/.config/harvest/models.toml, or the file that $HARVEST_MODELS names.
@@ -20,13 +21,15 @@ def models(as_json: bool, checked: str | None, revision: str | None) -> None:
 
     if checked is not None:
         from harvest.model.sources import find_model
+        from harvest.settings import Engine
 
         # A mistyped name is an error before torch is imported.
-        find_model(checked, revision)
+        engine = Engine(revision=revision, trust_remote_code=trust_remote_code)
+        find_model(checked, engine)
         quiet_libraries()
         from harvest.doctor import examine_model
 
-        click.echo(json.dumps(examine_model(checked, revision), indent=2))
+        click.echo(json.dumps(examine_model(checked, engine), indent=2))
         return
     from harvest.model.registry import listing
 

@@ -1,10 +1,11 @@
 """harvest verify, compare, export and fetch: what is done with a run that is whole."""
 
 import sys
+from typing import Any
 
 import click
 
-from harvest.cli.group import cli, quiet_libraries
+from harvest.cli.group import cli, given, loading_options, quiet_libraries
 
 
 @cli.command(short_help="Write a run as the API's safetensors files.", epilog="Example: harvest export run1 --format safetensors exported1")
@@ -71,18 +72,23 @@ def compare(runs: tuple[str, str], min_cosine: float, as_json: bool, quiet: bool
 @cli.command(short_help="Check the files of a run.", epilog="Example: harvest verify run1 --deep 3")
 @click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False))
 @click.option("--deep", type=click.IntRange(min=0), default=0, metavar="N", help="Read N prompts anew with the model, and compare.")
-@click.option("--device", default="auto", metavar="DEVICE", help="Where --deep computes: auto, cpu, cuda, cuda:N or mps. [default: auto]")
+@loading_options
+@click.option("--adapter", metavar="ADAPTER", help="Where the run's adapter lies now. [default: where it was]")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object instead of text.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
-def verify(folder: str, deep: int, device: str, as_json: bool, quiet: bool) -> None:
+def verify(folder: str, deep: int, as_json: bool, quiet: bool, **options: Any) -> None:
     """Check a run folder of either kind: checksums, documents, shapes, that every value is finite, and the stats against all values.
 
     Exits with 1 where something is wrong; each finding is a line that begins with its file.
     """
+    from harvest.checks import check
+    from harvest.settings import Engine
+
+    engine = check(Engine, given(options))
     quiet_libraries()
     from harvest.progress import ReadingReporter, Silent
     from harvest.reading.verify import verify as verify_run
 
-    verification = verify_run(folder, deep, device, Silent() if quiet else ReadingReporter())
+    verification = verify_run(folder, deep, engine, Silent() if quiet else ReadingReporter())
     click.echo(verification.to_json() if as_json else verification.to_text())
     sys.exit(0 if verification.is_sound else 1)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harvest.cli.group import cli, quiet_libraries
+from harvest.cli.group import cli, given, loading_options, quiet_libraries
 from harvest.errors import RequestError
 
 if TYPE_CHECKING:
@@ -43,9 +43,12 @@ DEFAULT_ROOT = "runs"
 )
 @click.option("--idempotency-key", metavar="KEY", help="The same key and request below ROOT answer the first run for 24 hours.")
 @click.option("--revision", metavar="REF", help="A branch, tag or commit of a model on the Hub. [default: main]")
+@click.option(
+    "--adapter", metavar="ADAPTER", help="A PEFT adapter to put on the model: a folder, or a Hugging Face id, also with @REVISION."
+)
 @click.option("--start-token", metavar="TOKEN", help="Put this before each prompt: a token's text or id, or none. [default: the model's]")
 @click.option("--attention", metavar="KIND", help="auto, sdpa, eager, flash_attention_2 or another of transformers'. [default: auto]")
-@click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps. [default: auto]")
+@loading_options
 @click.option("--compute-dtype", metavar="DTYPE", help="auto, bfloat16, float16 or float32. [default: auto]")
 @click.option("--store-dtype", metavar="DTYPE", help="auto, bfloat16, float16 or float32. [default: auto, bfloat16]")
 @click.option("--codec", metavar="CODEC", help="auto, lz4, zstd or none. [default: auto, lz4 for bfloat16]")
@@ -101,7 +104,7 @@ def run(
     with stopping_on_signals(stop, requeues=on_term == "requeue"):
         request, engine = _read_request(reporter, no_limits, **options)
         # A mistyped model is an error before torch is imported, which takes seconds.
-        find_model(request.model, engine.revision)
+        find_model(request.model, engine)
         root = Path(out_root or DEFAULT_ROOT)
         if idempotency_key is not None:
             folder = RunFolder(folder_for_key(root, idempotency_key, request))
@@ -141,10 +144,10 @@ def _read_request(
     from harvest.settings import Engine
 
     body, engine = read_config(config) if config else ({}, {})
-    given = {name: value for name, value in options.items() if value is not None}
-    engine |= {name: given.pop(name) for name in list(given) if name in Engine.model_fields}
+    fields = given(options)
+    engine |= {name: fields.pop(name) for name in list(fields) if name in Engine.model_fields}
     checked_engine = check(Engine, engine)
-    body |= given
+    body |= fields
     if layers is not None:
         body["layers"] = parse_layers(layers)
     if project_onto is not None:

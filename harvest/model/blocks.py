@@ -5,6 +5,7 @@ change what a model computes from its depth, and lists that the config holds for
 the meta device, and the blocks and the head that nobody needs are taken out before the weights come.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,22 +14,29 @@ import torch
 
 from harvest.errors import ModelError
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class LoadedDecoder:
     """A decoder that is ready for inference, and those of its blocks that are loaded: the first of the model, or all.
 
+    device: where token ids go in; a block may lie elsewhere.
     is_cut: whether the blocks above were left out when it was made.
+    places: of each block, where the weights are spread: cuda:0, cpu or disk.
     """
 
     module: torch.nn.Module
     blocks: Sequence[torch.nn.Module]
+    device: torch.device = _CPU
     is_cut: bool = False
+    places: Sequence[str] = ()
 
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go in."""
-        return next(self.module.parameters()).device
+    def where(self) -> str:
+        """Where the blocks lie: `blocks 0-20 on cuda:0, 21-31 on disk`."""
+        runs = [list(run) for _, run in itertools.groupby(range(len(self.places)), key=self.places.__getitem__)]
+        named = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        return "blocks " + ", ".join(f"{numbers} on {self.places[run[0]]}" for numbers, run in zip(named, runs, strict=True))
 
     def drop_above(self, n_blocks: int) -> None:
         """Free the weights of the blocks above the first `n_blocks`, which must not be run any more."""
@@ -36,15 +44,15 @@ class LoadedDecoder:
             block.to("meta")
 
 
-def decoder_of(model: Any, n_layers: int) -> LoadedDecoder:
+def decoder_of(model: Any, n_layers: int, device: torch.device = _CPU) -> LoadedDecoder:
     """The decoder of a model of so many layers, whole or cut by `cut_blocks`. Raises ModelError where no blocks are found."""
     path = getattr(model, "harvest_blocks", None)
     if path is None:
         decoder = find_decoder(model, n_layers)
-        return LoadedDecoder(decoder, list(find_blocks(decoder, n_layers)))
+        return LoadedDecoder(decoder, list(find_blocks(decoder, n_layers)), device)
     blocks = model.get_submodule(path)
     decoder = next(part for part in _candidates(model) if any(module is blocks for module in part.modules()))
-    return LoadedDecoder(decoder, list(blocks), is_cut=len(blocks) < n_layers)
+    return LoadedDecoder(decoder, list(blocks), device, is_cut=len(blocks) < n_layers)
 
 
 def find_decoder(model: Any, n_layers: int) -> torch.nn.Module:

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from harvest.model.device import Placement
+
 # SmolLM2-135M in float32 on two cores reads best at 1,024 to 4,096 tokens.
 _CPU = 2048
 # Not measured.
@@ -17,7 +19,7 @@ _HIDDEN_ROWS, _INTERMEDIATE_ROWS = 10, 3
 _CAPTURED = 3
 
 
-def auto_batch_tokens(device: torch.device, text_config: Any, n_blocks: int, dtype_bytes: int, token_bytes: int) -> int:
+def auto_batch_tokens(placement: Placement, text_config: Any, n_blocks: int, dtype_bytes: int, token_bytes: int) -> int:
     """The budget of a batch for a device, a power of two.
 
     On a card it follows from the card's whole memory and the model's shape, and not from what happens to be free: the batches, and with
@@ -26,16 +28,17 @@ def auto_batch_tokens(device: torch.device, text_config: Any, n_blocks: int, dty
 
     n_blocks: blocks that are loaded. dtype_bytes: of a value that is computed. token_bytes: captured for one token.
     """
+    device = placement.device
     if device.type == "cpu":
         return _CPU
     if device.type == "mps":
         return _MPS
     total = torch.cuda.get_device_properties(device).total_memory
-    return budget(total, text_config, n_blocks, dtype_bytes, token_bytes)
+    return budget(total, text_config, n_blocks, dtype_bytes, token_bytes, placement.cards)
 
 
-def budget(total_bytes: int, text_config: Any, n_blocks: int, dtype_bytes: int, token_bytes: int) -> int:
-    """The budget of a batch for a card of so many bytes."""
+def budget(total_bytes: int, text_config: Any, n_blocks: int, dtype_bytes: int, token_bytes: int, n_cards: int = 1) -> int:
+    """The budget of a batch for a card of so many bytes, or for several like it that share the weights."""
     hidden = int(text_config.hidden_size)
     intermediate = _number(text_config, "intermediate_size", 4 * hidden)
     experts = max(_number(text_config, name, 1) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
@@ -43,7 +46,7 @@ def budget(total_bytes: int, text_config: Any, n_blocks: int, dtype_bytes: int, 
     feed_forward = 3 * hidden * (intermediate if experts == 1 else experts * expert_width)
     weights = n_blocks * (4 * hidden**2 + feed_forward) + _number(text_config, "vocab_size", 0) * hidden
     per_token = dtype_bytes * (_HIDDEN_ROWS * hidden + _INTERMEDIATE_ROWS * intermediate) + _CAPTURED * token_bytes
-    fitting = int(_SHARE * max(total_bytes - weights * dtype_bytes, 0)) // per_token
+    fitting = int(_SHARE * max(total_bytes - weights * dtype_bytes // n_cards, 0)) // per_token
     return min(max(1 << max(fitting.bit_length() - 1, 0), _LEAST), _MOST)
 
 

@@ -8,8 +8,9 @@ Shapes: T tokens, H hidden size, D directions, W values a token: H, or D where t
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,9 @@ import torch
 from harvest.contract import Manifest
 from harvest.errors import ModelError, NotARunError, RequestError
 from harvest.model.blocks import LoadedDecoder
-from harvest.model.device import resolve_device
-from harvest.model.load import Description, describe, load_decoder
+from harvest.model.describe import Description, describe
+from harvest.model.device import place, resolve_device
+from harvest.model.load import load_decoder
 from harvest.model.plain import read_plain, tolerance
 from harvest.model.sources import find_model
 from harvest.model.start_token import start_token_id
@@ -27,6 +29,7 @@ from harvest.output.folder import RunFolder
 from harvest.reading.findings import Finding
 from harvest.reading.run import Run
 from harvest.request import HarvestRequest
+from harvest.settings import Engine
 
 # What one token may have of that: a row that belongs elsewhere has many times more.
 _ONE_TOKEN = 10
@@ -71,17 +74,21 @@ class Reread:
 class Rereading:
     """A run and what is needed to read its prompts anew; the weights are loaded when it begins."""
 
-    def __init__(self, path: Path, device: str = "auto") -> None:
+    def __init__(self, path: Path, engine: Engine | None = None) -> None:
         """Find all that may be missing before time is spent.
+
+        engine: where to compute, and what the model may bring along; the rest of it is the run's own.
 
         Raises NotARunError where the folder is no whole run, ModelError where its model is not to be had, RequestError for a device that
         is not here, or for projections in a folder without the request that holds their directions.
         """
         self._run = Run(path)
         manifest, local = self._run.manifest, self._run.manifest.local or {}
-        self._device = resolve_device(device)
+        engine = engine or Engine()
+        self._placement = place(engine, resolve_device(engine.device))
+        self._device = self._placement.device
         self._directions_DH = _directions(self._run)
-        self._description = _describe(manifest)
+        self._description = _describe(manifest, engine)
         self._check_shape()
         auto_dtype = "float32" if self._device.type == "cpu" else self._description.dtype
         self._compute_dtype = local.get("engine", {}).get("compute_dtype", auto_dtype)
@@ -96,7 +103,7 @@ class Rereading:
         manifest = self._run.manifest
         attention = (manifest.local or {}).get("engine", {}).get("attention", "auto")
         dtype = getattr(torch, self._compute_dtype)
-        decoder = load_decoder(self._description, self._device, dtype, self._description.n_layers, attention)
+        decoder = load_decoder(self._description, self._placement, dtype, self._description.n_layers, attention)
         prompts = spread(n_prompts, self._run.n_prompts)
         for prompt in prompts:
             findings += self._check_prompt(prompt, decoder)
@@ -223,15 +230,21 @@ def _check_ids(
     )
 
 
-def _describe(manifest: Manifest) -> Description:
+def _describe(manifest: Manifest, engine: Engine) -> Description:
     """The model of a run: by the id that its user wrote, or by the place where it was found then. Raises ModelError."""
-    try:
-        description = describe(find_model(manifest.model_id))
-    except ModelError:
-        if manifest.hf_repo == manifest.model_id:
-            raise
-        description = describe(find_model(manifest.hf_repo))
-    return description
+    model = (manifest.local or {}).get("model", {})
+    engine = engine.model_copy(update={"adapter": engine.adapter or (model.get("adapter") or {}).get("name"), "revision": None})
+    commit = model.get("revision", "")
+    names = dict.fromkeys((manifest.model_id, manifest.hf_repo))
+    for name in names:
+        try:
+            source = find_model(name, engine)
+            is_commit = not source.is_local and re.fullmatch(r"[0-9a-f]{40}", commit) is not None
+            return describe(replace(source, revision=commit) if is_commit else source)
+        except ModelError:
+            if name == list(names)[-1]:
+                raise
+    raise AssertionError("a manifest names its model")
 
 
 def _directions(run: Run) -> torch.Tensor | None:

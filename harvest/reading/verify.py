@@ -20,6 +20,7 @@ from harvest.progress import Reporter, Silent
 from harvest.reading import documents
 from harvest.reading.findings import Finding, guarded
 from harvest.reading.shard_checks import Sums, check_bytes, check_shard, layers_off
+from harvest.settings import Engine
 
 if TYPE_CHECKING:
     from harvest.reading.reread import Reread, Rereading
@@ -66,8 +67,10 @@ class Verification:
         return "\n".join([*lines, f"{self.path}: {verdict} ({what})"])
 
 
-def verify(path: str | Path, deep: int = 0, device: str = "auto", reporter: Reporter | None = None) -> Verification:
-    """Check a run folder of either kind; with `deep` also so many of its prompts, read anew with the model on a device.
+def verify(path: str | Path, deep: int = 0, engine: Engine | None = None, reporter: Reporter | None = None) -> Verification:
+    """Check a run folder of either kind; with `deep` also so many of its prompts, read anew with the model.
+
+    engine: where the model is read, and what it may bring along.
 
     Raises NotARunError where there is no folder, and with `deep` what `harvest.reading.reread.Rereading` raises.
     """
@@ -89,7 +92,7 @@ def verify(path: str | Path, deep: int = 0, device: str = "auto", reporter: Repo
     ):
         result.findings += guarded(where, check)
     is_clear = all(finding.where != _MANIFEST for finding in result.findings)
-    rereading = _prepare_rereading(folder, device) if deep and is_clear else None
+    rereading = _prepare_rereading(folder, engine) if deep and is_clear else None
     _check_shards(folder, manifest, is_clear, result, reporter or Silent())
     if deep and rereading is None:
         result.notes.append("no prompt was read anew, since manifest.json contradicts itself")
@@ -99,11 +102,11 @@ def verify(path: str | Path, deep: int = 0, device: str = "auto", reporter: Repo
     return result
 
 
-def _prepare_rereading(folder: RunFolder, device: str) -> "Rereading":
+def _prepare_rereading(folder: RunFolder, engine: Engine | None) -> "Rereading":
     # It brings transformers, which takes seconds to import, and which no other check needs.
     from harvest.reading.reread import Rereading
 
-    return Rereading(folder.path, device)
+    return Rereading(folder.path, engine)
 
 
 def _check_published(folder: RunFolder) -> Iterator[Finding]:

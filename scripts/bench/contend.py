@@ -21,7 +21,7 @@ from texts import corpus, cut_texts, read_96, write_prompts
 
 import harvest
 from harvest.input.tokens import tokenize
-from harvest.model.load import describe
+from harvest.model.describe import describe
 from harvest.model.sources import find_model
 from harvest.model.start_token import start_token_id
 from harvest.model.tiny import tiny_model

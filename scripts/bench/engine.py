@@ -18,7 +18,8 @@ from harvest.input.plan import make_plan
 from harvest.input.tokens import Tokens
 from harvest.model.blocks import LoadedDecoder, find_blocks
 from harvest.model.capture import Capture
-from harvest.model.load import Description
+from harvest.model.describe import Description
+from harvest.model.device import Placement
 from harvest.model.sources import Source
 from harvest.model.transfer import Transfer
 from harvest.output.codecs import default_codec
@@ -69,7 +70,7 @@ def make_decoder(config: transformers.LlamaConfig, device: torch.device, dtype: 
         module = transformers.AutoModel.from_config(config, dtype=dtype)
     module.eval()
     module.requires_grad_(False)
-    return LoadedDecoder(module, list(find_blocks(module, config.num_hidden_layers)))
+    return LoadedDecoder(module, list(find_blocks(module, config.num_hidden_layers)), device)
 
 
 def prepare(
@@ -109,11 +110,13 @@ def prepare(
         context_length=None,
         batch_tokens=batch_tokens,
         window_bytes=window_bytes,
+        device_map="none",
     )
     return Prepared(
         request=HarvestRequest.check({"model": "random", "prompts": ["random"] * len(lengths)}, limits=False),
         description=description,
         settings=settings,
+        placement=Placement(device),
         layers=list(case.layers),
         tokens=tokens,
         directions_DH=directions_DH,

@@ -25,6 +25,7 @@ from synthetic import Case, cases
 
 from harvest.model.blocks import LoadedDecoder
 from harvest.model.budget import auto_batch_tokens
+from harvest.model.device import Placement
 from harvest.prepare import Prepared
 
 _WAYS = ("bare", "read", "written")
@@ -116,7 +117,7 @@ class _Bench:
         if self.options.batch_tokens is not None:
             return int(self.options.batch_tokens)
         item_bytes = getattr(torch, self.options.dtype).itemsize
-        return auto_batch_tokens(self.device, self.config, case.layers[-1] + 1, item_bytes, case.layout("none").token_bytes)
+        return auto_batch_tokens(Placement(self.device), self.config, case.layers[-1] + 1, item_bytes, case.layout("none").token_bytes)
 
     def _ceilings(self, n_tokens: int) -> dict[str, Any]:
         options, dtype = self.options, getattr(torch, self.options.dtype)

@@ -99,13 +99,13 @@ def test_too_little_space_is_an_error_before_the_model_is_loaded(small_disk: Pat
 
 def fill_and_refuse_to_load(folder: Path, ballast: Path, leave: int) -> None:
     """Fill a disk, and fail where a model is loaded."""
-    import harvest.pipeline
+    import harvest.decoder
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("the model was loaded")
 
     fill(folder, ballast, leave)
-    harvest.pipeline.load_decoder = refuse
+    harvest.decoder.load_decoder = refuse
 
 
 def test_a_read_only_disk(small_disk: Path) -> None:

@@ -8,6 +8,7 @@ import transformers
 
 from harvest.model import budget
 from harvest.model.budget import auto_batch_tokens
+from harvest.model.device import Placement
 
 GIB = 1 << 30
 LLAMA_8B = transformers.LlamaConfig(
@@ -16,7 +17,7 @@ LLAMA_8B = transformers.LlamaConfig(
 
 
 def test_a_cpu_takes_what_measures_best() -> None:
-    assert auto_batch_tokens(torch.device("cpu"), LLAMA_8B, 32, 4, 1) == 2048
+    assert auto_batch_tokens(Placement(torch.device("cpu")), LLAMA_8B, 32, 4, 1) == 2048
 
 
 @pytest.mark.parametrize("token_bytes", [3 * 8192, 32 * 8192])
@@ -36,7 +37,9 @@ def test_the_memory_of_the_card_counts_and_not_what_is_free(monkeypatch: pytest.
         total_memory = 24 * GIB
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: Card)
-    assert auto_batch_tokens(torch.device("cuda", 1), LLAMA_8B, 24, 2, 3 * 8192) == budget.budget(24 * GIB, LLAMA_8B, 24, 2, 3 * 8192)
+    assert auto_batch_tokens(Placement(torch.device("cuda", 1)), LLAMA_8B, 24, 2, 3 * 8192) == budget.budget(
+        24 * GIB, LLAMA_8B, 24, 2, 3 * 8192
+    )
 
 
 @pytest.mark.parametrize("fields", [{"num_local_experts": 8}, {"n_routed_experts": 256, "moe_intermediate_size": 2048}])

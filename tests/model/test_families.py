@@ -12,7 +12,9 @@ from conftest import LLAMA_LIKE, SMALL, TEXTS, read_96
 
 import harvest
 from harvest.model.blocks import find_blocks
-from harvest.model.load import describe, load_decoder
+from harvest.model.describe import describe
+from harvest.model.device import Placement
+from harvest.model.load import load_decoder
 from harvest.model.sources import find_model
 
 # A config of each family, and where its model keeps the final norm.
@@ -90,7 +92,7 @@ def test_a_model_without_the_blocks_above_and_the_head_computes_the_same_bits(fa
         assert torch.equal(cut.prompt(prompt), whole.prompt(prompt)[:2]), prompt
 
     description = describe(find_model(str(folder)))
-    decoder = load_decoder(description, torch.device("cpu"), torch.float32, 2)
+    decoder = load_decoder(description, Placement(torch.device("cpu")), torch.float32, 2)
     assert decoder.is_cut
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     per_block = sum(weights.numel() for weights in find_blocks(model, 4)[3].parameters())
@@ -99,7 +101,7 @@ def test_a_model_without_the_blocks_above_and_the_head_computes_the_same_bits(fa
     assert n_loaded <= n_all - 2 * per_block
 
     # Where a model cannot be cut, what lies above is dropped instead.
-    whole_decoder = load_decoder(description, torch.device("cpu"), torch.float32, 2, allow_cut=False)
+    whole_decoder = load_decoder(description, Placement(torch.device("cpu")), torch.float32, 2, allow_cut=False)
     assert (whole_decoder.is_cut, len(whole_decoder.blocks)) == (False, 4)
     whole_decoder.drop_above(2)
     devices = [{weights.device.type for weights in block.parameters()} for block in whole_decoder.blocks]

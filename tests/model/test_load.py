@@ -14,9 +14,11 @@ import transformers
 from conftest import LLAMA_LIKE, TEXTS
 
 import harvest
-import harvest.pipeline
+import harvest.decoder
 from harvest.errors import CancelledError, ModelError
-from harvest.model.load import describe, load_decoder
+from harvest.model.describe import describe
+from harvest.model.device import Placement
+from harvest.model.load import load_decoder
 from harvest.model.revision import folder_revision
 from harvest.model.sources import find_model
 from harvest.stop import StopFlag
@@ -132,7 +134,7 @@ def test_a_model_that_asks_for_its_last_block_is_read_whole(save_model: Any, tmp
     request = harvest.HarvestRequest(model=str(folder), prompts=["a few words"], layers=[1])
     harvest.run(request, tmp_path / "cut")
     loads: list[bool] = []
-    load = harvest.pipeline.load_decoder
+    load = harvest.decoder.load_decoder
 
     def watched(*args: Any, allow_cut: bool = True) -> Any:
         loads.append(allow_cut)
@@ -140,7 +142,7 @@ def test_a_model_that_asks_for_its_last_block_is_read_whole(save_model: Any, tmp
         decoder.module.__class__ = NeedsEveryBlock
         return decoder
 
-    monkeypatch.setattr(harvest.pipeline, "load_decoder", watched)
+    monkeypatch.setattr(harvest.decoder, "load_decoder", watched)
     harvest.run(request, tmp_path / "whole")
     assert loads == [True, False]
     assert torch.equal(harvest.open(tmp_path / "cut").prompt(0), harvest.open(tmp_path / "whole").prompt(0))
@@ -154,7 +156,7 @@ def test_another_attention_computes_the_same_but_for_rounding(model: str, save_m
     for attention in ("sdpa", "eager"):
         engine = harvest.Engine(attention=attention, store_dtype="float32")
         harvest.run(request, tmp_path / attention, engine)
-        decoder = load_decoder(describe(find_model(name)), torch.device("cpu"), torch.float32, 2, attention)
+        decoder = load_decoder(describe(find_model(name)), Placement(torch.device("cpu")), torch.float32, 2, attention)
         kinds.append(decoder.module.config._attn_implementation)
     assert kinds == ["sdpa", "eager"]
     runs = [harvest.open(tmp_path / attention) for attention in ("sdpa", "eager")]
@@ -164,7 +166,8 @@ def test_another_attention_computes_the_same_but_for_rounding(model: str, save_m
 
 
 def test_a_revision_is_of_the_hub_alone(save_model: Any) -> None:
-    assert find_model("someone/model", "v1.0").revision == "v1.0"
+    engine = harvest.Engine(revision="v1.0")
+    assert find_model("someone/model", engine).revision == "v1.0"
     for name in ("tiny", str(save_model(transformers.LlamaConfig(**LLAMA_LIKE)))):
         with pytest.raises(ModelError, match=r"revision: v1\.0 was given, but .* is not a model of the Hub"):
-            find_model(name, "v1.0")
+            find_model(name, engine)

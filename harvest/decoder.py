@@ -1,0 +1,45 @@
+"""A run's decoder: its weights loaded, and seen to have a stream that is read right before anything is written."""
+
+import torch
+
+from harvest.errors import HarvestError
+from harvest.model.blocks import LoadedDecoder
+from harvest.model.capture import Capture
+from harvest.model.load import load_decoder
+from harvest.model.plain import check_values, tolerance
+from harvest.model.soundness import check_stream, tried_tokens
+from harvest.prepare import Prepared
+from harvest.progress import Reporter
+
+
+def load(prepared: Prepared, reporter: Reporter) -> LoadedDecoder:
+    """Load a run's decoder up to the deepest asked block, and see that it has a stream that is read right. Raises ModelError."""
+    dtype, n_blocks = getattr(torch, prepared.settings.compute_dtype), prepared.layers[-1] + 1
+    ids = prepared.tokens.of(int(prepared.plan.lengths.argmax()))
+    switches = prepared.description.length_switches
+    n_tried = tried_tokens(prepared.description.config.get_text_config(decoder=True))
+    attention = prepared.settings.attention
+    decoder = load_decoder(prepared.description, prepared.placement, dtype, n_blocks, attention)
+    try:
+        check_stream(decoder, ids, n_tried, switches)
+    except HarvestError:
+        raise
+    except Exception:
+        # A model that asks for a block above the cut is read whole, and must show there what it does with its blocks.
+        if not decoder.is_cut:
+            raise
+        decoder = load_decoder(prepared.description, prepared.placement, dtype, n_blocks, attention, allow_cut=False)
+        check_stream(decoder, ids, n_tried, switches)
+    if prepared.placement.limits is not None:
+        reporter.note(f"weights: {decoder.where()}")
+    decoder.drop_above(n_blocks)
+    return decoder
+
+
+def compare(prepared: Prepared, decoder: LoadedDecoder, capture: Capture, reporter: Reporter) -> None:
+    """--check: compare the longest prompt and one of the middle length, as the run reads them and alone."""
+    order = prepared.plan.lengths.argsort(kind="stable")
+    prompts = [prepared.tokens.of(int(order[place])) for place in sorted({len(order) // 2, len(order) - 1})]
+    allowed = tolerance(prepared.settings.store_dtype, prepared.settings.compute_dtype)
+    worst = check_values(decoder, capture, prepared.layers, prompts, allowed)
+    reporter.note(f"checked: {len(prompts)} prompts in a batch are within {worst:.1e} of what each gives alone ({allowed:.0e} is allowed)")

@@ -1,0 +1,106 @@
+"""A PEFT adapter: where it is, and how it comes onto a model.
+
+It is put into the model beside its weights and not merged with them, which would round them: what is read is what the adapted model
+computes.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harvest.errors import ModelError
+from harvest.model.pretrained import explained
+from harvest.model.revision import folder_revision
+from harvest.model.sources import Source, adapter_base
+
+_CONFIG, _WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter whose files are here.
+
+    name: as the user wrote it.
+    revision: a digest of the folder's files, or the Hub's commit.
+    base: the model that it was trained on, as its config names it.
+    """
+
+    name: str
+    folder: Path
+    revision: str
+    base: str
+
+
+def find_adapter(source: Source, check: Callable[[], None] = lambda: None) -> Adapter | None:
+    """The adapter that a source asks for, its files looked at, and fetched where they are the Hub's. Raises ModelError.
+
+    check: called now and then while files are read, and raises to stop.
+    """
+    name = source.adapter
+    if name is None:
+        return None
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if name.startswith(("/", ".", "~")):
+            raise ModelError(f"adapter: there is no folder {name}")
+        folder = _fetch(name)
+        revision = folder.name
+    else:
+        folder = folder.resolve()
+        revision = folder_revision(folder, check=check)
+    if not (folder / _CONFIG).is_file():
+        raise ModelError(f"adapter: {name} holds no {_CONFIG}, so it is no PEFT adapter; a whole model is named with --model")
+    if not (folder / _WEIGHTS).is_file() and not (source.allow_pickle and (folder / _PICKLE).is_file()):
+        if (folder / _PICKLE).is_file():
+            raise ModelError(
+                f"adapter: the weights of {name} are a pickle file, {_PICKLE}, which can run code when it is read; "
+                "give --allow-pickle where you trust it, or save it as safetensors"
+            )
+        raise ModelError(f"adapter: {name} holds no {_WEIGHTS}")
+    return Adapter(name, folder, revision, adapter_base(folder))
+
+
+def put_on(model: Any, adapter: Adapter) -> None:
+    """Put an adapter into a model, in place. Raises ModelError where it does not belong to the model, or lacks weights."""
+    try:
+        info = model.load_adapter(str(adapter.folder))
+    except ImportError as error:
+        raise ModelError("adapter: it takes the package peft; pip install 'harvest[adapter]'") from error
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ModelError(f"adapter: {adapter.name} cannot be put on this model: {reason}; it was trained on {adapter.base}") from error
+    wrong = [*info.missing_keys, *info.mismatched_keys]
+    if wrong:
+        # transformers fills them with random numbers, and only warns.
+        raise ModelError(
+            f"adapter: the files of {adapter.name} lack {len(wrong)} tensors that it puts into this model, such as {min(map(str, wrong))}; "
+            f"it was trained on {adapter.base}"
+        )
+    if unknown := _strangers(model, info.unexpected_keys):
+        raise ModelError(
+            f"adapter: {adapter.name} holds {len(unknown)} tensors for which this model has no place, such as {unknown[0]}; "
+            f"it was trained on {adapter.base}"
+        )
+
+
+def _strangers(model: Any, names: Iterable[Any]) -> list[str]:
+    """Those of an adapter's tensors that are of no block which was left out of the model on purpose."""
+    path = getattr(model, "harvest_blocks", None)
+    if path is None:
+        return sorted(map(str, names))
+    there = len(model.get_submodule(path))
+    left_out = re.compile(rf"(?:.*\.)?{re.escape(path)}\.(\d+)\.")
+    return sorted(name for name in map(str, names) if not ((found := left_out.match(name)) and int(found[1]) >= there))
+
+
+def _fetch(name: str) -> Path:
+    """The folder in the Hub's cache of an adapter's files, named by its commit."""
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.partition("@")
+    try:
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=["adapter_config.json", "adapter_model.*"]))
+    except Exception as error:
+        raise ModelError(f"adapter: {explained(error, 'adapter', name, repository, revision or None)}") from error

@@ -1,0 +1,118 @@
+"""What a model's config and tokenizer say of it, read before its weights, and cheaply."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import transformers
+
+from harvest.errors import ModelError
+from harvest.model import tiny
+from harvest.model.adapter import Adapter, find_adapter
+from harvest.model.pretrained import check_weight_files, from_pretrained
+from harvest.model.revision import folder_revision
+from harvest.model.sources import Source
+from harvest.settings import Dtype
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a model before its weights are loaded.
+
+    repository: the Hugging Face id, the folder, or "tiny".
+    revision: the Hub's commit, or a digest of the folder's files.
+    context_length: tokens, or None where the architecture has no limit.
+    length_switches: lengths above which the model reads a whole batch otherwise, ascending; see `find_length_switches`.
+    dtype: the type to compute in by default: that of the weights, or bfloat16 where they are in none of the three types.
+    adapter: a PEFT adapter that is put on the model, or None.
+    """
+
+    source: Source
+    config: Any
+    tokenizer: Any
+    repository: str
+    revision: str
+    n_layers: int
+    hidden_size: int
+    vocab_size: int | None
+    context_length: int | None
+    length_switches: tuple[int, ...]
+    dtype: str
+    adapter: Adapter | None = None
+
+
+def describe(source: Source, check: Callable[[], None] = lambda: None) -> Description:
+    """Read a model's config and tokenizer. Raises ModelError, with the reason, for one that harvest cannot read.
+
+    check: called now and then while large files are read, and raises to stop.
+    """
+    if source.is_tiny:
+        config, tokenizer, revision = tiny.tiny_config(), tiny.tiny_tokenizer(), tiny.REVISION
+    else:
+        config = from_pretrained(transformers.AutoConfig, source)
+        _check_architecture(source, config)
+        check_weight_files(source)
+        tokenizer = from_pretrained(transformers.AutoTokenizer, source)
+        revision = getattr(config, "_commit_hash", None) or folder_revision(Path(source.location), source.gguf_file, check)
+    text = config.get_text_config(decoder=True)
+    for name in ("num_hidden_layers", "hidden_size"):
+        value = getattr(text, name, None)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(
+                f"model: the config of {source.name} has {name} {value!r}, where a number from 1 was expected; mend config.json"
+            )
+    return Description(
+        source=source,
+        config=config,
+        tokenizer=tokenizer,
+        repository=source.location,
+        revision=revision,
+        n_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=getattr(text, "vocab_size", None),
+        context_length=source.context_length or max_context(config),
+        length_switches=find_length_switches(text),
+        dtype=source.dtype or _dtype_name(text.dtype or config.dtype),
+        adapter=find_adapter(source, check),
+    )
+
+
+def max_context(config: Any) -> int | None:
+    """The longest input, in tokens, that a config allows; None where it names no limit, as state-space models do."""
+    text = config.get_text_config(decoder=True)
+    # Bloom's seq_length, MPT's max_seq_len and Whisper's max_target_positions are the same limit by other names.
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length", "max_target_positions"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def find_length_switches(text_config: Any) -> tuple[int, ...]:
+    """The lengths, in tokens, above which LongRoPE takes its long factors, ascending; none for other models.
+
+    transformers looks at the longest position of a batch, padding included (`longrope_frequency_update` in modeling_rope_utils.py), so a
+    short prompt in a long batch would be read with the wrong rotary frequencies.
+    """
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    # One set for all layers, or one by the kind of layer.
+    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    switches = {entry.get("original_max_position_embeddings") for entry in sets if entry.get("rope_type") == "longrope"}
+    return tuple(sorted(length for length in switches if isinstance(length, int)))
+
+
+def _check_architecture(source: Source, config: Any) -> None:
+    if config.is_encoder_decoder:
+        raise ModelError(f"model: {source.name} ({config.model_type}) is an encoder-decoder; harvest reads decoder-only models")
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"model: transformers {transformers.__version__} knows no causal language model of the type {config.model_type!r} "
+            f"that {source.name} has; harvest reads decoder-only language models"
+        )
+
+
+def _dtype_name(dtype: Any) -> str:
+    """A config's dtype by name. Configs of quantised weights name types that nothing computes in."""
+    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+    return name if name in get_args(Dtype) else "bfloat16"
