@@ -3,12 +3,12 @@
 import glob
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from harvest.contract import HarvestJob
 from harvest.errors import ModelError, StorageError
+from harvest.model.revision import cached_commit
 from harvest.model.sources import Source, find_model
 from harvest.output import durable
 from harvest.output.folder import RunFolder
@@ -74,11 +74,13 @@ def _state(source: Source) -> list[object]:
     if source.is_tiny:
         return [source.location]
     found: list[object] = [source.gguf_file]
-    found += _files(source.location, source.gguf_file) if source.is_local else _commit(source.location, source.revision)
+    found += (
+        _files(source.location, source.gguf_file) if source.is_local else [source.location, cached_commit(source.location, source.revision)]
+    )
     if source.adapter is not None:
         repository, _, revision = source.adapter.partition("@")
         is_local = Path(source.adapter).expanduser().is_dir()
-        found += _files(source.adapter) if is_local else _commit(repository, revision or None)
+        found += _files(source.adapter) if is_local else [repository, cached_commit(repository, revision or None)]
     return found
 
 
@@ -87,17 +89,6 @@ def _files(folder: str, only: str | None = None) -> list[object]:
     place = Path(folder).expanduser()
     paths = [place / only] if only else sorted(place.iterdir())
     return [folder, *((path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in paths if path.is_file())]
-
-
-def _commit(repository: str, revision: str | None) -> list[object]:
-    """A commit of the Hub, as the local cache has it."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    revision = revision or "main"
-    if re.fullmatch(r"[0-9a-f]{40}", revision):
-        return [repository, revision]
-    ref = Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "refs" / revision
-    return [repository, ref.read_text().strip()]
 
 
 def _read(folder: RunFolder) -> str | None:

@@ -81,7 +81,7 @@ def prepare(
     device = resolve_device(engine.device, rank, reporter.note)
     placement = place(engine, device)
     source = find_model(request.model, engine)
-    description = describe(source, stop.check)
+    description = describe(source, stop.check, reporter.note)
     if source.is_tiny:
         reporter.note("tiny has random weights: it shows how harvest works, and its numbers mean nothing")
     layers = request.resolve_layers(description.n_layers)

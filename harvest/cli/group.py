@@ -35,6 +35,8 @@ class _Group(click.Group):
 @click.version_option(package_name="harvest")
 def cli() -> None:
     """Read the residual stream of a language model for every token of a set of prompts, and write it to disk."""
+    # Before anything is imported that reads these once.
+    _quiet_libraries()
 
 
 def loading_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +60,7 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def quiet_libraries() -> None:
+def _quiet_libraries() -> None:
     """Keep what is not harvest's own off stderr: transformers' progress bars and advice, and warnings meant for developers."""
     import os
     import warnings

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from harvest.cli.group import cli, quiet_libraries
+from harvest.cli.group import cli
 
 
 @cli.command(short_help="List the models with a short id, or look at one.", epilog="Example: harvest models --check llama-8b")
@@ -26,7 +26,6 @@ def models(as_json: bool, checked: str | None, revision: str | None, trust_remot
         # A mistyped name is an error before torch is imported.
         engine = Engine(revision=revision, trust_remote_code=trust_remote_code)
         find_model(checked, engine)
-        quiet_libraries()
         from harvest.doctor import examine_model
 
         click.echo(json.dumps(examine_model(checked, engine), indent=2))
@@ -50,7 +49,6 @@ def doctor(model: str | None, device: str, folder: str) -> None:
 
     if model is not None:
         find_model(model)
-    quiet_libraries()
     from harvest.doctor import examine_machine, examine_model, needs
 
     answer = {"machine": examine_machine(Path(folder))}

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from harvest.cli.group import cli, given, loading_options, quiet_libraries
+from harvest.cli.group import cli, given, loading_options
 
 
 @cli.command(short_help="Write a run as the API's safetensors files.", epilog="Example: harvest export run1 --format safetensors exported1")
@@ -19,11 +19,9 @@ def export(folder: str, file_format: str, out: str, quiet: bool) -> None:
     Code that was written for downloaded shards runs on them unchanged. The same command on an unfinished export finishes it.
     """
     from harvest.progress import Silent, StderrReporter
-    from harvest.stop import StopFlag, stopping_on_signals
-
-    quiet_libraries()
     from harvest.reading.export import export_safetensors
     from harvest.reading.run import open_run
+    from harvest.stop import StopFlag, stopping_on_signals
 
     writers = {"safetensors": export_safetensors}
     stop = StopFlag()
@@ -85,7 +83,6 @@ def verify(folder: str, deep: int, as_json: bool, quiet: bool, **options: Any) -
     from harvest.settings import Engine
 
     engine = check(Engine, given(options))
-    quiet_libraries()
     from harvest.progress import ReadingReporter, Silent
     from harvest.reading.verify import verify as verify_run
 

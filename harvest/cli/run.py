@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harvest.cli.group import cli, given, loading_options, quiet_libraries
+from harvest.cli.group import cli, given, loading_options
 from harvest.errors import RequestError
 
 if TYPE_CHECKING:
@@ -119,7 +119,6 @@ def run(
             return
         if out is not None:
             check_free(RunFolder(Path(out)), find_rank().share(own_part))
-        quiet_libraries()
         from harvest.pipeline import run as run_request
 
         job = run_request(request, out, engine, reporter, stop, root, own_part, overwrite, not no_space_check)

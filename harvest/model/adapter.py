@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from harvest.errors import ModelError
 from harvest.model.pretrained import explained
 from harvest.model.revision import folder_revision
@@ -52,6 +54,7 @@ def find_adapter(source: Source, check: Callable[[], None] = lambda: None) -> Ad
         revision = folder_revision(folder, check=check)
     if not (folder / _CONFIG).is_file():
         raise ModelError(f"adapter: {name} holds no {_CONFIG}, so it is no PEFT adapter; a whole model is named with --model")
+    base = adapter_base(folder)
     if not (folder / _WEIGHTS).is_file() and not (source.allow_pickle and (folder / _PICKLE).is_file()):
         if (folder / _PICKLE).is_file():
             raise ModelError(
@@ -59,13 +62,16 @@ def find_adapter(source: Source, check: Callable[[], None] = lambda: None) -> Ad
                 "give --allow-pickle where you trust it, or save it as safetensors"
             )
         raise ModelError(f"adapter: {name} holds no {_WEIGHTS}")
-    return Adapter(name, folder, revision, adapter_base(folder))
+    return Adapter(name, folder, revision, base)
 
 
-def put_on(model: Any, adapter: Adapter) -> None:
-    """Put an adapter into a model, in place. Raises ModelError where it does not belong to the model, or lacks weights."""
+def put_on(model: Any, adapter: Adapter, n_layers: int) -> None:
+    """Put an adapter into a model of so many layers, in place. Raises ModelError where it does not belong there, or lacks weights."""
     try:
-        info = model.load_adapter(str(adapter.folder))
+        # transformers looks in a folder for the safetensors alone.
+        pickle = adapter.folder / _PICKLE
+        tensors = None if (adapter.folder / _WEIGHTS).is_file() else torch.load(pickle, map_location="cpu", weights_only=True)
+        info = model.load_adapter(str(adapter.folder), adapter_state_dict=tensors)
     except ImportError as error:
         raise ModelError("adapter: it takes the package peft; pip install 'harvest[adapter]'") from error
     except Exception as error:
@@ -78,21 +84,21 @@ def put_on(model: Any, adapter: Adapter) -> None:
             f"adapter: the files of {adapter.name} lack {len(wrong)} tensors that it puts into this model, such as {min(map(str, wrong))}; "
             f"it was trained on {adapter.base}"
         )
-    if unknown := _strangers(model, info.unexpected_keys):
+    if unknown := _strangers(model, info.unexpected_keys, n_layers):
         raise ModelError(
             f"adapter: {adapter.name} holds {len(unknown)} tensors for which this model has no place, such as {unknown[0]}; "
             f"it was trained on {adapter.base}"
         )
 
 
-def _strangers(model: Any, names: Iterable[Any]) -> list[str]:
+def _strangers(model: Any, names: Iterable[Any], n_layers: int) -> list[str]:
     """Those of an adapter's tensors that are of no block which was left out of the model on purpose."""
     path = getattr(model, "harvest_blocks", None)
     if path is None:
         return sorted(map(str, names))
     there = len(model.get_submodule(path))
     left_out = re.compile(rf"(?:.*\.)?{re.escape(path)}\.(\d+)\.")
-    return sorted(name for name in map(str, names) if not ((found := left_out.match(name)) and int(found[1]) >= there))
+    return sorted(name for name in map(str, names) if not ((found := left_out.match(name)) and there <= int(found[1]) < n_layers))
 
 
 def _fetch(name: str) -> Path:

@@ -1,7 +1,7 @@
 """What a model's config and tokenizer say of it, read before its weights, and cheaply."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,8 +10,8 @@ import transformers
 from harvest.errors import ModelError
 from harvest.model import tiny
 from harvest.model.adapter import Adapter, find_adapter
-from harvest.model.pretrained import check_weight_files, from_pretrained
-from harvest.model.revision import folder_revision
+from harvest.model.pretrained import check_weight_files, from_pretrained, own_class, see_whether_reachable
+from harvest.model.revision import cached_commit, folder_revision
 from harvest.model.sources import Source
 from harvest.settings import Dtype
 
@@ -42,19 +42,22 @@ class Description:
     adapter: Adapter | None = None
 
 
-def describe(source: Source, check: Callable[[], None] = lambda: None) -> Description:
+def describe(source: Source, check: Callable[[], None] = lambda: None, note: Callable[[str], None] = lambda _: None) -> Description:
     """Read a model's config and tokenizer. Raises ModelError, with the reason, for one that harvest cannot read.
 
-    check: called now and then while large files are read, and raises to stop.
+    check: called now and then while large files are read, and raises to stop. note: told what a user should know.
     """
+    if not source.is_tiny and not source.is_local:
+        see_whether_reachable(note)
     if source.is_tiny:
         config, tokenizer, revision = tiny.tiny_config(), tiny.tiny_tokenizer(), tiny.REVISION
     else:
         config = from_pretrained(transformers.AutoConfig, source)
-        _check_architecture(source, config)
+        if own_class(source, config) is None:
+            _check_architecture(source, config)
+        source, revision = _pin(source, check)
         check_weight_files(source)
         tokenizer = from_pretrained(transformers.AutoTokenizer, source)
-        revision = getattr(config, "_commit_hash", None) or folder_revision(Path(source.location), source.gguf_file, check)
     text = config.get_text_config(decoder=True)
     for name in ("num_hidden_layers", "hidden_size"):
         value = getattr(text, name, None)
@@ -76,6 +79,14 @@ def describe(source: Source, check: Callable[[], None] = lambda: None) -> Descri
         dtype=source.dtype or _dtype_name(text.dtype or config.dtype),
         adapter=find_adapter(source, check),
     )
+
+
+def _pin(source: Source, check: Callable[[], None]) -> tuple[Source, str]:
+    """The revision of a model whose config was just read, and its source for the rest of the files: a branch may move between two."""
+    if source.is_local:
+        return source, folder_revision(Path(source.location), source.gguf_file, check)
+    commit = cached_commit(source.location, source.revision)
+    return replace(source, revision=commit), commit
 
 
 def max_context(config: Any) -> int | None:

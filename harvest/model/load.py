@@ -19,7 +19,7 @@ from harvest.model.adapter import put_on
 from harvest.model.blocks import LoadedDecoder, cut_blocks, cut_class, decoder_of
 from harvest.model.describe import Description
 from harvest.model.device import Placement
-from harvest.model.pretrained import from_pretrained
+from harvest.model.pretrained import from_pretrained, own_class
 from harvest.model.sources import Source
 from harvest.settings import cache_folder
 
@@ -82,7 +82,7 @@ def _read(model_class: Any, description: Description, device: torch.device, kwar
     with _quiet_loggers():
         model, info = from_pretrained(model_class, description.source, **kwargs)
         if description.adapter is not None:
-            put_on(model, description.adapter)
+            put_on(model, description.adapter, description.n_layers)
     decoder = decoder_of(model, description.n_layers, device)
     _check_weights(description.source, decoder.module, model, info)
     return replace(decoder, places=_places(model, decoder)) if kwargs["device_map"] == "auto" else decoder
@@ -117,7 +117,8 @@ def _places(model: Any, decoder: LoadedDecoder) -> list[str]:
 
 
 def _model_class(description: Description) -> Any:
-    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(description.config)]
+    own = own_class(description.source, description.config)
+    return own if own is not None else transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(description.config)]
 
 
 def _check_weights(source: Source, decoder: torch.nn.Module, model: Any, info: dict[str, Any]) -> None:

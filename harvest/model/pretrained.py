@@ -1,13 +1,16 @@
 """transformers' `from_pretrained`, with what a source allows; and its many errors in a sentence each, with the command that mends it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from harvest.errors import ModelError
 from harvest.model.sources import Source
 
+# How long the Hub may take to answer at all.
+_REACH_S = 10
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -32,6 +35,34 @@ def from_pretrained(auto_class: Any, source: Source, **kwargs: Any) -> Any:
         raise ModelError(f"model: {explained(error, what, source.name, place, source.revision)}") from error
 
 
+def see_whether_reachable(note: Callable[[str], None]) -> None:
+    """Ask the Hub once; where no answer comes, work without a network from here on: each file would be asked for many times over."""
+    from huggingface_hub import constants, get_session
+
+    if constants.is_offline_mode():
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_REACH_S)
+    except Exception:
+        # Of no common class: huggingface_hub has changed the library that it asks with.
+        constants.HF_HUB_OFFLINE = True
+        note("warning: the Hub cannot be reached from here; what its cache on this machine holds is used")
+
+
+def own_class(source: Source, config: Any) -> Any:
+    """The class of a causal language model in a source's own code, where it may run; None where transformers' own is taken."""
+    reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if reference is None or not source.trust_remote_code:
+        return None
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    try:
+        return get_class_from_dynamic_module(reference, source.location, revision=source.revision)
+    except Exception as error:
+        place = None if source.is_local else source.location
+        raise ModelError(f"model: {explained(error, 'code', source.name, place, source.revision)}") from error
+
+
 def check_weight_files(source: Source) -> None:
     """Refuse a folder whose weights are pickle files only, where the source does not allow them. Raises ModelError."""
     folder = Path(source.location)
@@ -44,7 +75,7 @@ def check_weight_files(source: Source) -> None:
 def explained(error: BaseException, what: str, name: str, repository: str | None, revision: str | None) -> str:
     """Why something of a model cannot be loaded, and the command that mends it.
 
-    what: config, tokenizer, weights or adapter. repository: the Hugging Face id, or None for a local folder.
+    what: config, tokenizer, code, weights or adapter. repository: the Hugging Face id, or None for a local folder.
     """
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     words = f"the {what} of {name} cannot be loaded"
@@ -62,21 +93,18 @@ def explained(error: BaseException, what: str, name: str, repository: str | None
     if "GatedRepoError" in kinds:
         return f"{name} is gated: ask for access on the page of {repository} on the Hub, then log in on this machine with `hf auth login`"
     if "RevisionNotFoundError" in kinds:
-        return f"{repository} has no revision {revision!r} on the Hub; give a branch, a tag or a commit of it"
+        return f"{repository} has no revision {revision or 'main'} on the Hub; give a branch, a tag or a commit of it"
     if "RepositoryNotFoundError" in kinds:
         return (
             f"the Hub knows no {repository}, or it is private and this machine may not see it; check the id, log in with "
             "`hf auth login`, or name a local folder"
         )
-    if _is_offline():
+    if _is_offline() or kinds & {"ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError", "LocalEntryNotFoundError"}:
+        asked = next((name for name in _OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
+        why = f"{asked} is set" if asked else "the Hub cannot be reached from here"
         return (
-            f"{words}: HF_HUB_OFFLINE is set, and the Hub's cache of this machine does not hold it; `{command}` where there is a network "
-            "puts it there"
-        )
-    if kinds & {"ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError", "LocalEntryNotFoundError", "ConnectionError"}:
-        return (
-            f"{words}: the Hub cannot be reached from here, and its cache on this machine does not hold it; `{command}` where there is a "
-            "network puts it there, or name a local folder"
+            f"{words}: {why}, and the Hub's cache on this machine does not hold it; `{command}` where there is a network puts it there, "
+            "or name a local folder"
         )
     return f"{words} from {repository}: {reason}"
 

@@ -1,8 +1,9 @@
-"""Which revision of a model lies in a local folder: a digest of all its files, each read once and remembered."""
+"""Which revision of a model is here: the Hub's commit, or a digest of all files of a local folder, each read once and remembered."""
 
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,16 @@ def folder_revision(folder: Path, gguf_file: str | None = None, check: Callable[
             for future in futures:
                 future.cancel()
     return f"sha256:{digest.hexdigest()}"
+
+
+def cached_commit(repository: str, revision: str | None) -> str:
+    """The commit that a branch or tag of the Hub stood for when it was last asked for, as the Hub's cache has it. Raises OSError."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    revision = revision or "main"
+    if re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    return (Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "refs" / revision).read_text().strip()
 
 
 def _digest(path: Path, check: Callable[[], None]) -> str:
