@@ -65,7 +65,7 @@ def check_stream(
         name = type(decoder.module).__name__
         raise ModelError(
             f"model: the stream of {name} changes by {error:.2g} of its norm when the tokens to its right are others, "
-            "so it is not causal without a mask; harvest reads decoders, whose tokens look to the left only"
+            f"{_why_not_causal(decoder)}"
         )
     if any(n_kept <= switch < len(ids) for switch in length_switches):
         return
@@ -76,6 +76,17 @@ def check_stream(
             f"model: the stream of {type(decoder.module).__name__} changes by {error:.2g} of its norm when more tokens stand to its right, "
             "whatever they are; it cannot be read in padded batches"
         )
+
+
+def _why_not_causal(decoder: LoadedDecoder) -> str:
+    quantised = getattr(getattr(decoder.module, "config", None), "quantization_config", None)
+    if quantised is not None:
+        method = getattr(quantised, "quant_method", None) or "in this way"
+        return (
+            f"and its weights are quantised ({getattr(method, 'value', method)}): where matrix products take a scale or outliers from all "
+            "tokens of a batch, a token's stream depends on those beside it; take weights of another kind"
+        )
+    return "so it is not causal without a mask; harvest reads decoders, whose tokens look to the left only"
 
 
 def _trace(decoder: LoadedDecoder, ids: npt.NDArray[np.int32]) -> torch.Tensor:

@@ -204,6 +204,25 @@ def test_code_of_a_models_own_runs_only_where_it_is_trusted(own_code: Path, fold
     assert verify(tmp_path / "run", deep=2, engine=harvest.Engine(trust_remote_code=True)).is_sound
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_weights_are_read_as_transformers_computes_them(folder: Path, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    kind = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind, dtype=torch.float32, device_map="cpu")
+    model.save_pretrained(tmp_path / "quantised")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / "quantised")
+    harvest.run(request_of(tmp_path / "quantised"), tmp_path / "run", harvest.Engine(store_dtype="float32"))
+    run = harvest.open(tmp_path / "run")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32, device_map="cpu").eval()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    for prompt in range(len(TEXTS)):
+        alone, exact = streams(saved, run.token_ids(prompt)), streams(plain, run.token_ids(prompt))
+        for layer in run.layers:
+            torch.testing.assert_close(run.prompt(prompt)[layer], alone[layer], rtol=1e-4, atol=1e-4)
+            assert not torch.equal(alone[layer], exact[layer])
+
+
 def test_pickle_weights_are_read_only_where_they_are_allowed(folder: Path, tmp_path: Path) -> None:
     pickled = tmp_path / "pickled"
     shutil.copytree(folder, pickled, ignore=shutil.ignore_patterns("*.safetensors"))
