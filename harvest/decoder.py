@@ -16,8 +16,8 @@ def load(prepared: Prepared, reporter: Reporter) -> LoadedDecoder:
     """Load a run's decoder up to the deepest asked block, and see that it has a stream that is read right. Raises ModelError."""
     dtype, n_blocks = getattr(torch, prepared.settings.compute_dtype), prepared.layers[-1] + 1
     ids = prepared.tokens.of(int(prepared.plan.lengths.argmax()))
-    switches = prepared.description.length_switches
-    n_tried = tried_tokens(prepared.description.config.get_text_config(decoder=True))
+    switches = prepared.plan.length_switches
+    n_tried = tried_tokens(prepared.description.n_chosen_keys)
     attention = prepared.settings.attention
     decoder = load_decoder(prepared.description, prepared.placement, dtype, n_blocks, attention)
     try:
@@ -37,9 +37,13 @@ def load(prepared: Prepared, reporter: Reporter) -> LoadedDecoder:
 
 
 def compare(prepared: Prepared, decoder: LoadedDecoder, capture: Capture, reporter: Reporter) -> None:
-    """--check: compare the longest prompt and one of the middle length, as the run reads them and alone."""
+    """--check: compare the longest prompt and one of the middle length, read together as the run would, with each alone."""
     order = prepared.plan.lengths.argsort(kind="stable")
-    prompts = [prepared.tokens.of(int(order[place])) for place in sorted({len(order) // 2, len(order) - 1})]
+    chosen = sorted({int(order[place]) for place in (len(order) // 2, len(order) - 1)})
     allowed = tolerance(prepared.settings.store_dtype, prepared.settings.compute_dtype)
-    worst = check_values(decoder, capture, prepared.layers, prompts, allowed)
-    reporter.note(f"checked: {len(prompts)} prompts in a batch are within {worst:.1e} of what each gives alone ({allowed:.0e} is allowed)")
+    # Those that may never share a batch do not share one here.
+    batches = prepared.plan.cut(chosen, 2 * int(prepared.plan.lengths[chosen].max()))
+    prompts = [[prepared.tokens.of(number) for number in batch] for batch in batches]
+    worst = max(check_values(decoder, capture, prepared.layers, batch, allowed) for batch in prompts)
+    how = "in a batch" if len(batches) == 1 else f"in {len(batches)} batches"
+    reporter.note(f"checked: {len(chosen)} prompts {how} are within {worst:.1e} of what each gives alone ({allowed:.0e} is allowed)")

@@ -101,6 +101,7 @@ def prepare(
         settings.window_bytes,
         settings.batch_tokens,
         description.length_switches,
+        description.n_chosen_keys,
     )
     fingerprint = {
         **request.model_dump(exclude={"prompts", "layers", "project_onto"}),

@@ -115,6 +115,7 @@ def make_plan(
     window_bytes: int,
     batch_tokens: int,
     length_switches: tuple[int, ...] = (),
+    equal_above: int | None = None,
 ) -> Plan:
     """Plan a run.
 
@@ -124,7 +125,11 @@ def make_plan(
         a single prompt that is larger makes a window of its own.
     batch_tokens: padded tokens of one forward pass.
     length_switches: lengths above which the model reads a whole batch otherwise, ascending.
+    equal_above: above this length only prompts of the same length share a batch.
     """
+    if equal_above is not None:
+        own = lengths[lengths > equal_above].tolist()
+        length_switches = tuple(sorted({*length_switches, equal_above, *own}))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     max_tokens = min(max(1, window_bytes // 2 // token_bytes), _WINDOW_BATCHES * batch_tokens, max(_WINDOW_TOKENS, batch_tokens))
     shards = tuple(

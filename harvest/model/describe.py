@@ -15,6 +15,9 @@ from harvest.model.revision import cached_commit, folder_revision
 from harvest.model.sources import Source
 from harvest.settings import Dtype
 
+# The fields of configs that say how many: of DeepSeek V3.2's and GLM's indexer, and of Doge's mask.
+_CHOSEN_KEYS = ("index_topk", "keep_window_size")
+
 
 @dataclass(frozen=True)
 class Description:
@@ -24,6 +27,7 @@ class Description:
     revision: the Hub's commit, or a digest of the folder's files.
     context_length: tokens, or None where the architecture has no limit.
     length_switches: lengths above which the model reads a whole batch otherwise, ascending; see `find_length_switches`.
+    n_chosen_keys: of how many keys its attention makes a choice at most, so that prompts above that length are never padded; or None.
     dtype: the type to compute in by default: that of the weights, or bfloat16 where they are in none of the three types.
     adapter: a PEFT adapter that is put on the model, or None.
     """
@@ -38,6 +42,7 @@ class Description:
     vocab_size: int | None
     context_length: int | None
     length_switches: tuple[int, ...]
+    n_chosen_keys: int | None
     dtype: str
     adapter: Adapter | None = None
 
@@ -76,6 +81,7 @@ def describe(source: Source, check: Callable[[], None] = lambda: None, note: Cal
         vocab_size=getattr(text, "vocab_size", None),
         context_length=source.context_length or max_context(config),
         length_switches=find_length_switches(text),
+        n_chosen_keys=find_chosen_keys(text),
         dtype=source.dtype or _dtype_name(text.dtype or config.dtype),
         adapter=find_adapter(source, check),
     )
@@ -98,6 +104,15 @@ def max_context(config: Any) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+def find_chosen_keys(text_config: Any) -> int | None:
+    """How many keys sparse attention chooses for a token, or None where it takes all that it may see.
+
+    transformers makes the choice among all keys of a batch, so what a token sees hangs on how many tokens stand to its right.
+    """
+    chosen = (getattr(text_config, name, None) for name in _CHOSEN_KEYS)
+    return next((value for value in chosen if isinstance(value, int)), None)
 
 
 def find_length_switches(text_config: Any) -> tuple[int, ...]:

@@ -28,11 +28,9 @@ _PADDING_BOUNDS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-
 _CAUSAL_BOUND = 1e-3
 
 
-def tried_tokens(text_config: Any) -> int:
+def tried_tokens(n_chosen_keys: int | None) -> int:
     """How many tokens of a prompt show whether a model is read right: more than its attention takes in whole, where it chooses keys."""
-    # DeepSeek's and GLM's sparse attention choose index_topk keys, and Doge's keeps keep_window_size of them.
-    chosen = [getattr(text_config, name, None) for name in ("index_topk", "keep_window_size")]
-    return max([TRIED_TOKENS, *(2 * value for value in chosen if isinstance(value, int))])
+    return max(TRIED_TOKENS, 2 * (n_chosen_keys or 0))
 
 
 @torch.inference_mode()

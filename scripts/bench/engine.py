@@ -99,6 +99,7 @@ def prepare(
         vocab_size=config.vocab_size,
         context_length=None,
         length_switches=(),
+        n_chosen_keys=None,
         dtype=dtype,
     )
     settings = Settings(

@@ -254,3 +254,10 @@ def test_prompts_on_both_sides_of_a_switch_never_share_a_batch() -> None:
     assert [sorted(lengths[batch].tolist()) for batch in batches] == [[100, 101], [41, 70, 99], [5, 10, 39, 40]]
     one = make_plan(lengths, 4, 1, 1 << 30, 100_000)
     assert len(list(one.batches(one.windows[0]))) < 3
+
+
+def test_prompts_above_a_length_share_a_batch_with_their_equals_alone() -> None:
+    lengths = np.array([10, 41, 40, 41, 100, 101, 100, 5, 70])
+    plan = make_plan(lengths, 4, 1, 1 << 30, 100_000, length_switches=(99,), equal_above=40)
+    batches = [batch for window in plan.windows for batch in plan.batches(window)]
+    assert [sorted(lengths[batch].tolist()) for batch in batches] == [[101], [100, 100], [70], [41, 41], [5, 10, 40]]

@@ -56,6 +56,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "falcon": (lambda: transformers.FalconConfig(**SMALL, hidden_size=32, num_hidden_layers=4, num_attention_heads=4), "transformer.ln_f"),
     "bloom": (lambda: transformers.BloomConfig(**SMALL, hidden_size=32, n_layer=4, n_head=4), "transformer.ln_f"),
+    "doge, keys chosen": (lambda: transformers.DogeConfig(**LLAMA_LIKE, keep_window_size=6), "model.norm"),
     "mamba": (lambda: transformers.MambaConfig(**SMALL, hidden_size=32, num_hidden_layers=4, state_size=8), "backbone.norm_f"),
 }
 
@@ -113,7 +114,7 @@ def test_every_layer_of_a_family_equals_a_forward_of_one_prompt_without_padding(
     config, final_norm = FAMILIES[family]
     folder = save_model(config())
     request = harvest.HarvestRequest(model=str(folder), prompts=TEXTS, layers="all", shard_size=4)
-    harvest.run(request, tmp_path / "run", harvest.Engine(store_dtype="float32", batch_tokens=640))
+    harvest.run(request, tmp_path / "run", harvest.Engine(store_dtype="float32", batch_tokens=640, check=True))
     run = harvest.open(tmp_path / "run")
     assert run.layers == [0, 1, 2, 3]
     assert [len(run.token_ids(i)) for i in range(run.n_prompts)] == [1 + len(text.encode()) for text in TEXTS]

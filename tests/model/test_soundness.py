@@ -13,6 +13,7 @@ from conftest import LLAMA_LIKE, SMALL, TEXTS
 import harvest
 from harvest.errors import ModelError
 from harvest.model.blocks import LoadedDecoder, find_blocks
+from harvest.model.describe import find_chosen_keys
 from harvest.model.soundness import check_stream, tried_tokens
 
 IDS = np.array([256, 1, 2, 3, 4, 5], dtype=np.int32)
@@ -105,5 +106,5 @@ def test_a_stream_that_hangs_on_the_length_of_a_batch_is_refused(compute: torch.
 
 
 def test_more_tokens_are_tried_where_a_model_chooses_its_keys() -> None:
-    assert tried_tokens(transformers.LlamaConfig(**LLAMA_LIKE)) == 64
-    assert tried_tokens(transformers.DogeConfig(keep_window_size=2048)) == 4096
+    assert tried_tokens(find_chosen_keys(transformers.LlamaConfig(**LLAMA_LIKE))) == 64
+    assert tried_tokens(find_chosen_keys(transformers.DogeConfig(keep_window_size=2048))) == 4096

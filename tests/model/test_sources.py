@@ -7,6 +7,7 @@ from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from conftest import LLAMA_LIKE, TEXTS
@@ -204,23 +205,36 @@ def test_code_of_a_models_own_runs_only_where_it_is_trusted(own_code: Path, fold
     assert verify(tmp_path / "run", deep=2, engine=harvest.Engine(trust_remote_code=True)).is_sound
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_quantised_weights_are_read_as_transformers_computes_them(folder: Path, tmp_path: Path) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
-    kind = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind, dtype=torch.float32, device_map="cpu")
-    model.save_pretrained(tmp_path / "quantised")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / name, tmp_path / "quantised")
-    harvest.run(request_of(tmp_path / "quantised"), tmp_path / "run", harvest.Engine(store_dtype="float32"))
-    run = harvest.open(tmp_path / "run")
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32, device_map="cpu").eval()
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+def test_quantised_weights_are_read_at_the_values_that_they_stand_for(save_model: Any, tmp_path: Path) -> None:
+    # As DeepSeek V3's: float8 values, and a scale for each 128 by 128 of them.
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+    folder = save_model(transformers.LlamaConfig(**LLAMA_LIKE | sizes))
+    quantised, meant = tmp_path / "quantised", tmp_path / "meant"
+    for place in (quantised, meant):
+        shutil.copytree(folder, place)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    stored, values = dict(tensors), dict(tensors)
+    for name, weights in tensors.items():
+        if "_proj" in name:
+            blocks = weights.reshape(weights.shape[0] // 128, 128, weights.shape[1] // 128, 128)
+            scales = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
+            small = (blocks / scales).to(torch.float8_e4m3fn)
+            stored[name] = small.reshape(weights.shape)
+            stored[f"{name}_scale_inv"] = scales.reshape(blocks.shape[0], blocks.shape[2])
+            values[name] = (small.float() * scales).reshape(weights.shape)
+    assert any(not torch.equal(values[name], tensors[name]) for name in tensors)
+    safetensors.torch.save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
+    safetensors.torch.save_file(values, meant / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (quantised / "config.json").write_text(json.dumps(config))
+    for layers, name in (("all", "all"), ([1], "cut")):
+        harvest.run(request_of(quantised, layers=layers), tmp_path / name, harvest.Engine(store_dtype="float32"))
+    harvest.run(request_of(meant), tmp_path / "expected", harvest.Engine(store_dtype="float32"))
+    expected = harvest.open(tmp_path / "expected")
     for prompt in range(len(TEXTS)):
-        alone, exact = streams(saved, run.token_ids(prompt)), streams(plain, run.token_ids(prompt))
-        for layer in run.layers:
-            torch.testing.assert_close(run.prompt(prompt)[layer], alone[layer], rtol=1e-4, atol=1e-4)
-            assert not torch.equal(alone[layer], exact[layer])
+        torch.testing.assert_close(harvest.open(tmp_path / "all").prompt(prompt), expected.prompt(prompt), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(harvest.open(tmp_path / "cut").prompt(prompt)[0], expected.prompt(prompt)[1], rtol=1e-4, atol=1e-4)
 
 
 def test_pickle_weights_are_read_only_where_they_are_allowed(folder: Path, tmp_path: Path) -> None:
