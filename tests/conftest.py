@@ -17,6 +17,7 @@ import transformers
 
 import harvest
 from harvest.model.tiny import tiny_tokenizer
+from harvest.progress import Silent
 from harvest.settings import cache_folder
 
 transformers.logging.set_verbosity_error()
@@ -50,6 +51,16 @@ LLAMA_LIKE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+
+
+class Notes(Silent):
+    """A reporter that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
 
 
 @pytest.fixture(scope="session")

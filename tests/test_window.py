@@ -10,23 +10,14 @@ import pytest
 import safetensors.numpy
 import torch
 import transformers
-from conftest import LLAMA_LIKE, TEXTS, tiny_request
+from conftest import LLAMA_LIKE, TEXTS, Notes, tiny_request
 
 import harvest
 from harvest.errors import StreamError, ValueRangeError
 from harvest.input.plan import make_plan
 from harvest.model.capture import Capture
 from harvest.output.folder import Record, RunFolder
-from harvest.progress import Silent
 from harvest.reading.verify import verify
-
-
-class Notes(Silent):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.fixture
@@ -63,7 +54,7 @@ def test_a_batch_that_does_not_fit_halves_the_budget_for_its_window(
     footprints = small_device(80, error)
     reporter = Notes()
     harvest.run(tiny_request(shard_size=4), tmp_path / "run", harvest.Engine(batch_tokens=500), reporter)
-    halvings = [note for note in reporter.notes if "did not fit the device's memory" in note]
+    halvings = [note for note in reporter.said if "did not fit the device's memory" in note]
     budgets = [int(note.split("the budget of a batch is ")[1].split()[0]) for note in halvings]
     assert budgets, "each is said once"
     assert all(lower <= budget // 2 for budget, lower in zip([500, *budgets], budgets, strict=False))

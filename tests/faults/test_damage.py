@@ -7,20 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import tiny_request
+from conftest import Notes, tiny_request
 
 import harvest
 from harvest.output.folder import RunFolder
-from harvest.progress import Silent
 from harvest.reading.verify import verify
-
-
-class Notes(Silent):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def local_header(path: Path) -> int:
@@ -126,7 +117,7 @@ def test_damage_is_found_and_mended(damage: str, is_finished: bool, tiny_run: Pa
     reporter = Notes()
     job = harvest.run(tiny_request(shard_size=4), folder.path, reporter=reporter)
     assert job.status == "done"
-    assert any(note.startswith("made anew: ") and words in note for note in reporter.notes), reporter.notes
+    assert any(note.startswith("made anew: ") and words in note for note in reporter.said), reporter.said
     assert verify(folder.path).is_sound
     for index in range(3):
         assert folder.shard(index).read_bytes() == RunFolder(tiny_run).shard(index).read_bytes()
@@ -139,7 +130,7 @@ def test_a_copied_run_is_finished_as_it_stands(tiny_run: Path, tmp_path: Path) -
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "shards").iterdir()}
     reporter = Notes()
     harvest.run(tiny_request(shard_size=4), tmp_path / "run", reporter=reporter)
-    assert "this run is finished already; nothing was done" in reporter.notes
+    assert "this run is finished already; nothing was done" in reporter.said
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "shards").iterdir()} == before
 
 
@@ -150,7 +141,7 @@ def test_overwrite_says_what_it_removes_and_starts_anew(tiny_run: Path, tmp_path
     old = json.loads(folder.job.read_text())["run_id"]
     reporter = Notes()
     job = harvest.run(tiny_request(shard_size=9), folder.path, reporter=reporter, overwrite=True)
-    (said,) = [note for note in reporter.notes if note.startswith("--overwrite")]
+    (said,) = [note for note in reporter.said if note.startswith("--overwrite")]
     assert "removing 3 finished shards and 12 files in all" in said
     assert str(folder.path) in said
     assert str(job.run_id) != old

@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TEXTS, tiny_request
+from conftest import TEXTS, Notes, tiny_request
 
 import harvest
 from harvest.errors import RequestError, StreamError
 from harvest.model.blocks import LoadedDecoder
 from harvest.model.capture import Capture
 from harvest.model.plain import check_values, tolerance
-from harvest.progress import Silent
 
 IDS = [np.arange(1, 9, dtype=np.int32), np.arange(3, 6, dtype=np.int32)]
 
@@ -53,14 +52,9 @@ def test_a_decoder_that_minds_the_padded_length_is_found(store: torch.dtype) -> 
 
 
 def test_a_checked_run_says_so_and_writes_the_same(tiny_run: Path, tmp_path: Path) -> None:
-    notes: list[str] = []
-
-    class Notes(Silent):
-        def note(self, text: str) -> None:
-            notes.append(text)
-
-    harvest.run(tiny_request(shard_size=4), tmp_path / "run", harvest.Engine(check=True), Notes())
-    assert any(note.startswith("checked: 2 prompts in a batch are within ") for note in notes), notes
+    notes = Notes()
+    harvest.run(tiny_request(shard_size=4), tmp_path / "run", harvest.Engine(check=True), notes)
+    assert any(note.startswith("checked: 2 prompts in a batch are within ") for note in notes.said), notes.said
     for path in (tiny_run / "shards").iterdir():
         assert path.read_bytes() == (tmp_path / "run" / "shards" / path.name).read_bytes()
 

@@ -10,11 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import LLAMA_LIKE, TEXTS
+from conftest import LLAMA_LIKE, TEXTS, Notes
 
 import harvest
 from harvest.errors import ModelError
-from harvest.progress import Silent
 from harvest.reading.verify import verify
 
 # peft asks transformers for a name that is to go.
@@ -22,16 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 # Rank 4 on two projections of each block.
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
-
-
-class Notes(Silent):
-    """A reporter that keeps what is said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
 
 
 @pytest.fixture

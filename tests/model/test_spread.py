@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import LLAMA_LIKE, SMALL, TEXTS, tiny_request
+from conftest import LLAMA_LIKE, SMALL, TEXTS, Notes, tiny_request
 
 import harvest
 from harvest.errors import RequestError
 from harvest.input.directions import read_directions
 from harvest.model.device import Placement, place
-from harvest.progress import Silent
 
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**LLAMA_LIKE, tie_word_embeddings=False),
@@ -24,16 +23,6 @@ CONFIGS: dict[str, Any] = {
     "gpt2": transformers.GPT2Config(**SMALL, n_embd=32, n_layer=4, n_head=4, n_positions=128),
     "mamba": transformers.MambaConfig(**SMALL, hidden_size=32, num_hidden_layers=4),
 }
-
-
-class Notes(Silent):
-    """A reporter that keeps what is said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
 
 
 def weight_bytes(folder: Path) -> int:
