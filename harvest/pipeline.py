@@ -230,6 +230,7 @@ def _run_windows(
             lowered = read_window(window, buffer, prepared, capture, transfer, reporter, stop)
             writers.submit(window, buffer, done.__contains__, lowered)
             clock.wait_s += started - asked
+            reporter.waited(started - asked)
             asked = time.monotonic()
             clock.forward_s += asked - started
     # What was left to be written when the last window was read.

@@ -1,12 +1,16 @@
 """What a run says while it works: notes, and how far it is. Everything here goes to standard error; results alone go to standard output."""
 
+import json
+import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 LINE_EVERY_S = 30.0
+_EVENT_EVERY_S = 1.0
 
 
 class Reporter(Protocol):
@@ -24,6 +28,9 @@ class Reporter(Protocol):
     def wrote(self, n_bytes: int) -> None:
         """A shard of so many bytes was published."""
 
+    def waited(self, seconds: float) -> None:
+        """The model stood still so long, until storage had room for more."""
+
     def end(self) -> None:
         """The forward passes ended, well or not."""
 
@@ -35,7 +42,47 @@ class Silent:
     def begin(self, n_tokens: int, n_done: int) -> None: ...
     def advance(self, n_tokens: int) -> None: ...
     def wrote(self, n_bytes: int) -> None: ...
+    def waited(self, seconds: float) -> None: ...
     def end(self) -> None: ...
+
+
+@dataclass
+class Progress:
+    """How far the forward passes are: tokens in all and read, those of them that were there before; bytes written; seconds waited."""
+
+    total: int = 0
+    first_done: int = 0
+    done: int = 0
+    bytes: int = 0
+    waited_s: float = 0.0
+    started: float = 0.0
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens a second, since the passes began."""
+        return (self.done - self.first_done) / max(time.monotonic() - self.started, 1e-9)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left at this rate; None where nothing was read yet."""
+        return (self.total - self.done) / rate if (rate := self.tokens_s) > 0 else None
+
+    @property
+    def limited_by(self) -> str:
+        """What holds the run up most: storage, where the model waits for it half of the time, or else computing."""
+        return "storage" if self.waited_s > (time.monotonic() - self.started) / 2 else "computing"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, with units in the names."""
+        left_s = self.left_s
+        return {
+            "tokens": self.done,
+            "total_tokens": self.total,
+            "tokens_s": round(self.tokens_s, 1),
+            "bytes_written": self.bytes,
+            "left_s": None if left_s is None else round(left_s, 1),
+            "limited_by": self.limited_by,
+        }
 
 
 class StderrReporter:
@@ -45,8 +92,8 @@ class StderrReporter:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._total = self._first_done = self._done = self._bytes = 0
-        self._started = self._next_line = 0.0
+        self._progress = Progress()
+        self._next_line = 0.0
         self._bar: Any = None
         self._is_deaf = False
 
@@ -61,37 +108,48 @@ class StderrReporter:
                 self._bar.write(line, file=self._stream)
 
     def begin(self, n_tokens: int, n_done: int) -> None:
-        self._total, self._first_done, self._done = n_tokens, n_done, n_done
-        self._started = time.monotonic()
-        self._next_line = self._started + LINE_EVERY_S
+        self._progress = Progress(n_tokens, n_done, n_done, started=time.monotonic())
+        self._next_line = self._progress.started + LINE_EVERY_S
         with self._hearing():
-            if self._is_deaf or not self._stream.isatty():
+            if self._is_deaf or not self._is_terminal():
                 return
             from tqdm import tqdm
 
             self._bar = tqdm(total=n_tokens, initial=n_done, unit=self._UNIT, unit_scale=True, file=self._stream, dynamic_ncols=True)
 
     def advance(self, n_tokens: int) -> None:
-        self._done += n_tokens
+        self._progress.done += n_tokens
         if self._bar is not None:
             with self._hearing():
-                self._bar.set_postfix_str(size(self._bytes) if self._bytes else "", refresh=False)
+                self._bar.set_postfix_str(self._beside(), refresh=False)
                 self._bar.update(n_tokens)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_EVERY_S
             self._print_line()
 
     def wrote(self, n_bytes: int) -> None:
-        self._bytes += n_bytes
+        self._progress.bytes += n_bytes
+
+    def waited(self, seconds: float) -> None:
+        self._progress.waited_s += seconds
 
     def end(self) -> None:
         if self._bar is not None:
             bar, self._bar = self._bar, None
             with self._hearing():
-                bar.set_postfix_str(size(self._bytes) if self._bytes else "")
+                bar.set_postfix_str(self._beside())
                 bar.close()
-        elif self._done > self._first_done:
+        elif self._progress.done > self._progress.first_done:
             self._print_line()
+
+    def _is_terminal(self) -> bool:
+        # A dumb terminal cannot go back to the start of a line.
+        return self._stream.isatty() and os.environ.get("TERM") != "dumb"
+
+    def _beside(self) -> str:
+        """What stands beside the bar: bytes, and storage where that is the limit."""
+        words = [size(self._progress.bytes)] if self._progress.bytes else []
+        return ", ".join(words + (["limited by storage"] if self._progress.limited_by == "storage" else []))
 
     @contextmanager
     def _hearing(self) -> Iterator[None]:
@@ -103,13 +161,53 @@ class StderrReporter:
             self._is_deaf, self._bar = True, None
 
     def _print_line(self) -> None:
-        elapsed_s = time.monotonic() - self._started
-        rate = (self._done - self._first_done) / max(elapsed_s, 1e-9)
-        left = "" if self._done >= self._total else f", {_duration((self._total - self._done) / max(rate, 1e-9))} left"
-        self.note(self._so_far(rate) + left)
+        left_s = None if self._progress.done >= self._progress.total else self._progress.left_s
+        self.note(self._so_far() + ("" if left_s is None else f", {duration(left_s)} left") + self._limit())
 
-    def _so_far(self, rate: float) -> str:
-        return f"{self._done:,} of {self._total:,} tokens, {rate:,.0f} tokens/s, {size(self._bytes)} written"
+    def _so_far(self) -> str:
+        now = self._progress
+        return f"{now.done:,} of {now.total:,} tokens, {now.tokens_s:,.0f} tokens/s, {size(now.bytes)} written"
+
+    def _limit(self) -> str:
+        # At the end a note says what limited the whole run.
+        is_under_way = self._progress.done < self._progress.total
+        return f", limited by {self._progress.limited_by}" if is_under_way else ""
+
+
+class JsonReporter:
+    """The same as JSON, an event a line: for a program that watches. Progress comes once a second at most, and once at the end."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._progress = Progress()
+        self._next_line = 0.0
+
+    def note(self, text: str) -> None:
+        self._say("note", {"text": text})
+
+    def begin(self, n_tokens: int, n_done: int) -> None:
+        self._progress = Progress(n_tokens, n_done, n_done, started=time.monotonic())
+        self._say("begin", {"tokens": n_done, "total_tokens": n_tokens})
+
+    def advance(self, n_tokens: int) -> None:
+        self._progress.done += n_tokens
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _EVENT_EVERY_S
+            self._say("progress", self._progress.to_dict())
+
+    def wrote(self, n_bytes: int) -> None:
+        self._progress.bytes += n_bytes
+
+    def waited(self, seconds: float) -> None:
+        self._progress.waited_s += seconds
+
+    def end(self) -> None:
+        self._say("end", self._progress.to_dict())
+
+    def _say(self, event: str, fields: dict[str, Any]) -> None:
+        with suppress(OSError, ValueError):
+            # Nobody may be there to hear it any more.
+            print(json.dumps({"event": event, "at": round(time.time(), 3), **fields}), file=self._stream, flush=True)
 
 
 class DownloadReporter(StderrReporter):
@@ -117,15 +215,21 @@ class DownloadReporter(StderrReporter):
 
     _UNIT = "B"
 
-    def _so_far(self, rate: float) -> str:
-        return f"{size(self._done)} of {size(self._total)}, {size(rate)}/s"
+    def _so_far(self) -> str:
+        return f"{size(self._progress.done)} of {size(self._progress.total)}, {size(self._progress.tokens_s)}/s"
+
+    def _limit(self) -> str:
+        return ""
 
 
 class ReadingReporter(StderrReporter):
     """The same for what only reads: `begin` and `advance` count tokens, and nothing is written."""
 
-    def _so_far(self, rate: float) -> str:
-        return f"{self._done:,} of {self._total:,} tokens, {rate:,.0f} tokens/s"
+    def _so_far(self) -> str:
+        return f"{self._progress.done:,} of {self._progress.total:,} tokens, {self._progress.tokens_s:,.0f} tokens/s"
+
+    def _limit(self) -> str:
+        return ""
 
 
 def size(n_bytes: float) -> str:
@@ -137,7 +241,8 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:,.3g} TB"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """So many seconds to read."""
     minutes, rest_s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest_s:02d} s" if minutes else f"{rest_s} s"

@@ -1,12 +1,21 @@
 """What a run says on stderr: a bar on a terminal, lines elsewhere."""
 
 import io
+import json
 import re
 
 import pytest
 
 from harvest import progress
-from harvest.progress import DownloadReporter, StderrReporter
+from harvest.progress import DownloadReporter, JsonReporter, StderrReporter
+
+
+class Clock:
+    """A clock that stands where a test puts it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
 
 
 class Terminal(io.StringIO):
@@ -33,18 +42,53 @@ def test_a_log_file_gets_one_line_at_the_end_of_a_short_run() -> None:
 
 
 def test_a_log_file_gets_a_line_now_and_then_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, *[40.0] * 3, 45.0, *[80.0] * 3, *[90.0] * 9])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    clock = Clock(monkeypatch)
     stream = io.StringIO()
     reporter = StderrReporter(stream)
     reporter.begin(10_000, 0)
+    clock.now = 40
     reporter.advance(1000)
+    clock.now = 45
     reporter.advance(100)
+    clock.now = 80
+    reporter.waited(41)
     reporter.advance(900)
     assert stream.getvalue().splitlines() == [
-        "harvest: 1,000 of 10,000 tokens, 25 tokens/s, 0 B written, 6 min 00 s left",
-        "harvest: 2,000 of 10,000 tokens, 25 tokens/s, 0 B written, 5 min 20 s left",
+        "harvest: 1,000 of 10,000 tokens, 25 tokens/s, 0 B written, 6 min 00 s left, limited by computing",
+        "harvest: 2,000 of 10,000 tokens, 25 tokens/s, 0 B written, 5 min 20 s left, limited by storage",
     ]
+
+
+def test_events_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    stream = io.StringIO()
+    reporter = JsonReporter(stream)
+    reporter.note("one\ntwo")
+    reporter.begin(1000, 200)
+    for now, n_tokens in ((4, 100), (4.5, 100), (8, 200)):
+        clock.now = now
+        reporter.advance(n_tokens)
+        reporter.wrote(3_000_000)
+    reporter.waited(5)
+    reporter.end()
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert all(event.pop("at") > 1.7e9 for event in events)
+    assert [event.pop("event") for event in events] == ["note", "begin", "progress", "progress", "end"]
+    assert events[:2] == [{"text": "one\ntwo"}, {"tokens": 200, "total_tokens": 1000}]
+    keys = ("tokens", "total_tokens", "tokens_s", "bytes_written", "left_s", "limited_by")
+    assert [tuple(event[key] for key in keys) for event in events[2:]] == [
+        (300, 1000, 25.0, 0, 28.0, "computing"),
+        (600, 1000, 50.0, 6_000_000, 8.0, "computing"),
+        (600, 1000, 50.0, 9_000_000, 8.0, "storage"),
+    ]
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    work(StderrReporter(stream))
+    assert "\r" not in stream.getvalue()
+    assert "1,000 of 1,000 tokens" in stream.getvalue()
 
 
 def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
@@ -58,14 +102,14 @@ def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
 
 
 def test_a_download_is_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 40.0, 40.0, 40.0, 50.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    clock = Clock(monkeypatch)
     stream = io.StringIO()
     reporter = DownloadReporter(stream)
     reporter.begin(10_000_000, 1_000_000)
+    clock.now = 40
     reporter.advance(4_000_000)
     # A file that begins anew takes back what had come of it.
-    monkeypatch.setattr(progress.time, "monotonic", lambda: 50.0)
+    clock.now = 50
     reporter.advance(-3_000_000)
     reporter.advance(8_000_000)
     reporter.end()
@@ -80,7 +124,7 @@ def test_a_download_is_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None
     [(0.4, "0 s"), (59, "59 s"), (60, "1 min 00 s"), (3599, "59 min 59 s"), (3600, "1 h 00 min"), (90_000, "25 h 00 min")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert progress._duration(seconds) == text
+    assert progress.duration(seconds) == text
 
 
 @pytest.mark.parametrize(("n_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (12_345_678, "12.3 MB"), (5e14, "500 TB")])
