@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from harvest.errors import ModelError
 from harvest.model.blocks import find_blocks, find_decoder
+from harvest.model.classes import config_for_class, model_class
 from harvest.model.describe import Description, describe
 from harvest.model.device import resolve_device
 from harvest.model.sources import find_model
@@ -92,10 +92,9 @@ def needs(model: Mapping[str, Any], device: str = "auto") -> dict[str, Any]:
 def _build(description: Description) -> Any:
     if description.source.is_tiny:
         return tiny_model()
-    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(description.config)]
     try:
         with torch.device("meta"):
-            return model_class(description.config)
+            return model_class(description.config)(config_for_class(description.config))
     except Exception as error:
         raise ModelError(f"model: {description.source.name} cannot be built from its config: {type(error).__name__}: {error}") from error
 

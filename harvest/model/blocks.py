@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from harvest.errors import ModelError
 
@@ -61,6 +62,9 @@ def find_decoder(model: Any, n_layers: int) -> torch.nn.Module:
 
 
 def _candidates(model: Any) -> list[torch.nn.Module]:
+    if type(model).forward is torch.nn.Module.forward:
+        # A frame around several models, such as one that understands and one that speaks, which only holds them: the first with blocks.
+        return [part for child in model.children() if isinstance(child, PreTrainedModel) for part in _candidates(child)]
     # A few classes answer another part, such as a head that is called decoder; their base model holds the blocks then.
     parts = [model.get_decoder(), model.base_model, model]
     return [part for part in parts if isinstance(part, torch.nn.Module)]

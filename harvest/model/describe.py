@@ -10,6 +10,7 @@ import transformers
 from harvest.errors import ModelError
 from harvest.model import tiny
 from harvest.model.adapter import Adapter, find_adapter
+from harvest.model.classes import check_architecture, n_decoder_layers
 from harvest.model.pretrained import check_weight_files, from_pretrained, own_class, see_whether_reachable
 from harvest.model.revision import cached_commit, folder_revision
 from harvest.model.sources import Source
@@ -59,13 +60,13 @@ def describe(source: Source, check: Callable[[], None] = lambda: None, note: Cal
     else:
         config = from_pretrained(transformers.AutoConfig, source)
         if own_class(source, config) is None:
-            _check_architecture(source, config)
+            check_architecture(source.name, config)
         source, revision = _pin(source, check)
         check_weight_files(source)
         tokenizer = from_pretrained(transformers.AutoTokenizer, source)
     text = config.get_text_config(decoder=True)
-    for name in ("num_hidden_layers", "hidden_size"):
-        value = getattr(text, name, None)
+    sizes = {"num_hidden_layers": n_decoder_layers(config), "hidden_size": getattr(text, "hidden_size", None)}
+    for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             raise ModelError(
                 f"model: the config of {source.name} has {name} {value!r}, where a number from 1 was expected; mend config.json"
@@ -76,8 +77,8 @@ def describe(source: Source, check: Callable[[], None] = lambda: None, note: Cal
         tokenizer=tokenizer,
         repository=source.location,
         revision=revision,
-        n_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
+        n_layers=sizes["num_hidden_layers"],
+        hidden_size=sizes["hidden_size"],
         vocab_size=getattr(text, "vocab_size", None),
         context_length=source.context_length or max_context(config),
         length_switches=find_length_switches(text),
@@ -126,16 +127,6 @@ def find_length_switches(text_config: Any) -> tuple[int, ...]:
     sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     switches = {entry.get("original_max_position_embeddings") for entry in sets if entry.get("rope_type") == "longrope"}
     return tuple(sorted(length for length in switches if isinstance(length, int)))
-
-
-def _check_architecture(source: Source, config: Any) -> None:
-    if config.is_encoder_decoder:
-        raise ModelError(f"model: {source.name} ({config.model_type}) is an encoder-decoder; harvest reads decoder-only models")
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            f"model: transformers {transformers.__version__} knows no causal language model of the type {config.model_type!r} "
-            f"that {source.name} has; harvest reads decoder-only language models"
-        )
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import transformers
 
 from harvest.errors import ModelError
 from harvest.model import tiny
 from harvest.model.adapter import put_on
 from harvest.model.blocks import LoadedDecoder, cut_blocks, cut_class, decoder_of
+from harvest.model.classes import config_for_class, model_class
 from harvest.model.describe import Description
 from harvest.model.device import Placement
 from harvest.model.pretrained import from_pretrained, own_class
@@ -46,31 +46,34 @@ def load_decoder(
         decoder = decoder_of(model.to(device=placement.device, dtype=dtype), n_layers, placement.device)
     elif allow_cut:
         try:
-            decoder = _load(cut_class(_model_class(description), n_layers, n_blocks), description, placement, dtype, attention)
+            decoder = _load(n_blocks, description, placement, dtype, attention)
         except Exception:
             # Whatever stands in the way of a cut model, the whole one shows whether the model itself is at fault.
             return load_decoder(description, placement, dtype, n_blocks, attention, allow_cut=False)
     else:
-        decoder = _load(_model_class(description), description, placement, dtype, attention)
+        decoder = _load(None, description, placement, dtype, attention)
     decoder.module.eval()
     decoder.module.requires_grad_(False)
     return decoder
 
 
-def _load(model_class: Any, description: Description, placement: Placement, dtype: torch.dtype, attention: str) -> LoadedDecoder:
-    kwargs: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "config": copy.deepcopy(description.config)}
+def _load(n_blocks: int | None, description: Description, placement: Placement, dtype: torch.dtype, attention: str) -> LoadedDecoder:
+    decoder_class, config = _class_and_config(description)
+    if n_blocks is not None:
+        decoder_class = cut_class(decoder_class, description.n_layers, n_blocks)
+    kwargs: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "config": config}
     if attention != "auto":
         kwargs["attn_implementation"] = attention
     if placement.limits is None:
         # An explicit device map makes the weights go to the device as they are read, and not through a second copy in host memory.
-        return _read(model_class, description, placement.device, kwargs | {"device_map": {"": placement.device}})
+        return _read(decoder_class, description, placement.device, kwargs | {"device_map": {"": placement.device}})
     parent = cache_folder() / "offload"
     parent.mkdir(parents=True, exist_ok=True)
     # Weights of the disk lie here where accelerate cannot read them from the model's own files.
     folder = tempfile.mkdtemp(dir=parent)
     try:
         kwargs |= {"device_map": "auto", "max_memory": dict(placement.limits), "offload_folder": folder}
-        decoder = _read(model_class, description, placement.device, kwargs)
+        decoder = _read(decoder_class, description, placement.device, kwargs)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -78,9 +81,9 @@ def _load(model_class: Any, description: Description, placement: Placement, dtyp
     return decoder
 
 
-def _read(model_class: Any, description: Description, device: torch.device, kwargs: dict[str, Any]) -> LoadedDecoder:
+def _read(decoder_class: Any, description: Description, device: torch.device, kwargs: dict[str, Any]) -> LoadedDecoder:
     with _quiet_loggers():
-        model, info = from_pretrained(model_class, description.source, **kwargs)
+        model, info = from_pretrained(decoder_class, description.source, **kwargs)
         if description.adapter is not None:
             put_on(model, description.adapter, description.n_layers)
     decoder = decoder_of(model, description.n_layers, device)
@@ -116,9 +119,11 @@ def _places(model: Any, decoder: LoadedDecoder) -> list[str]:
     return found
 
 
-def _model_class(description: Description) -> Any:
-    own = own_class(description.source, description.config)
-    return own if own is not None else transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(description.config)]
+def _class_and_config(description: Description) -> tuple[Any, Any]:
+    """The class that the model is made of, and a copy of the config that it takes."""
+    config = copy.deepcopy(description.config)
+    own = own_class(description.source, config)
+    return (own, config) if own is not None else (model_class(config), config_for_class(config))
 
 
 def _check_weights(source: Source, decoder: torch.nn.Module, model: Any, info: dict[str, Any]) -> None:

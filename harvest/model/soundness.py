@@ -110,6 +110,16 @@ def _trace(decoder: LoadedDecoder, ids: npt.NDArray[np.int32]) -> torch.Tensor:
         hooks.append(block.register_forward_hook(lambda _m, _args, output, n=number: after(n, output)))
     try:
         decoder.module(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(decoder.device), use_cache=False)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        if decoder.is_cut:
+            # Perhaps for want of a block above; the caller reads the model whole then.
+            raise
+        # So end classes that ask for a picture, or for what another part of their model computes.
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"model: {type(decoder.module).__name__} cannot be run on token ids alone ({type(error).__name__}: {reason}); "
+            "harvest reads models that take text and nothing else"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -118,6 +128,13 @@ def _trace(decoder: LoadedDecoder, ids: npt.NDArray[np.int32]) -> torch.Tensor:
         shown = ", ".join(map(str, called[:12])) + (", …" if len(called) > 12 else "")
         raise ModelError(
             f"model: {name} calls its {n_layers} decoder blocks as {shown or 'none at all'}; harvest needs each once, in order"
+        )
+    expected = (1, len(ids))
+    if not streams or streams[-1].dim() != 3 or streams[-1].shape[:2] != expected:
+        found = list(streams[-1].shape) if streams else "no tensor"
+        raise ModelError(
+            f"model: the decoder blocks of {name} hand out {found}, where one stream of shape [batch, token, hidden] = [1, {len(ids)}, …] "
+            "was expected; harvest reads models with a single residual stream"
         )
     if broken:
         raise ModelError(
