@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from harvest.errors import ModelError
+from harvest.errors import HarvestError, ModelError
 from harvest.model.blocks import find_blocks, find_decoder
-from harvest.model.classes import config_for_class, model_class
 from harvest.model.describe import Description, describe
-from harvest.model.device import resolve_device
+from harvest.model.device import Placement, free_memory_bytes, resolve_device
+from harvest.model.load import class_and_config
 from harvest.model.sources import find_model
 from harvest.model.start_token import start_token_id
 from harvest.model.tiny import tiny_model
@@ -35,11 +35,8 @@ def examine_model(name: str, engine: Engine | None = None) -> dict[str, Any]:
     stream is seen only when a run begins.
     """
     description = describe(find_model(name, engine))
-    model = _build(description)
-    decoder = find_decoder(model, description.n_layers)
-    blocks = find_blocks(decoder, description.n_layers)
+    model, per_block, beside = build(description)
     start = start_token_id(description.tokenizer, description.config)
-    per_block = sum(weights.numel() for weights in blocks[0].parameters())
     return {
         "model": name,
         "repository": description.repository,
@@ -54,9 +51,39 @@ def examine_model(name: str, engine: Engine | None = None) -> dict[str, Any]:
         "dtype": description.dtype,
         "parameters": sum(weights.numel() for weights in model.parameters()),
         "parameters_a_block": per_block,
-        "parameters_beside_the_blocks": sum(weights.numel() for weights in decoder.parameters())
-        - sum(weights.numel() for weights in blocks.parameters()),
+        "parameters_beside_the_blocks": beside,
     }
+
+
+def build(description: Description) -> tuple[Any, int, int]:
+    """A model without memory for its weights; and the parameters of its largest block, and of its decoder beside the blocks.
+
+    Raises ModelError where it cannot be built, or its blocks are not found.
+    """
+    if description.source.is_tiny:
+        model: Any = tiny_model()
+    else:
+        try:
+            decoder_class, config = class_and_config(description)
+            with torch.device("meta"):
+                model = decoder_class(config)
+        except HarvestError:
+            raise
+        except Exception as error:
+            name = description.source.name
+            raise ModelError(f"model: {name} cannot be built from its config: {type(error).__name__}: {error}") from error
+    decoder = find_decoder(model, description.n_layers)
+    sizes = [_count(block) for block in find_blocks(decoder, description.n_layers)]
+    return model, max(sizes), _count(decoder) - sum(sizes)
+
+
+def free_bytes(placement: Placement) -> int:
+    """The memory for weights where a model would be placed: of all its devices, where it is spread."""
+    if placement.limits is not None:
+        return sum(placement.limits.values())
+    if placement.device.type == "cuda":
+        return torch.cuda.mem_get_info(placement.device)[0]
+    return free_memory_bytes()
 
 
 def examine_machine(folder: Path) -> dict[str, Any]:
@@ -67,6 +94,7 @@ def examine_machine(folder: Path) -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": _memory_bytes(),
+        "free_memory_bytes": free_memory_bytes(),
         "devices": _devices(),
         "hub_token": _has_hub_token(),
         "folder": str(folder),
@@ -80,7 +108,7 @@ def needs(model: Mapping[str, Any], device: str = "auto") -> dict[str, Any]:
     where = resolve_device(device)
     dtype = "float32" if where.type == "cpu" else model["dtype"]
     item = getattr(torch, dtype).itemsize
-    free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else _memory_bytes()
+    free = free_bytes(Placement(where))
     answer: dict[str, Any] = {"device": str(where), "compute_dtype": dtype, "free_bytes": free}
     for name, layers in (("quartiles", model["quartiles"]), ("all", list(range(model["n_layers"])))):
         n_blocks = layers[-1] + 1
@@ -89,14 +117,8 @@ def needs(model: Mapping[str, Any], device: str = "auto") -> dict[str, Any]:
     return answer
 
 
-def _build(description: Description) -> Any:
-    if description.source.is_tiny:
-        return tiny_model()
-    try:
-        with torch.device("meta"):
-            return model_class(description.config)(config_for_class(description.config))
-    except Exception as error:
-        raise ModelError(f"model: {description.source.name} cannot be built from its config: {type(error).__name__}: {error}") from error
+def _count(module: torch.nn.Module) -> int:
+    return sum(weights.numel() for weights in module.parameters())
 
 
 def _devices() -> list[dict[str, Any]]:

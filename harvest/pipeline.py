@@ -28,6 +28,7 @@ from harvest.prepare import Prepared, prepare
 from harvest.progress import Reporter, Silent
 from harvest.request import HarvestRequest
 from harvest.settings import Engine
+from harvest.speed import remember
 from harvest.stop import GOES_ON, StopFlag
 from harvest.window import read_window
 
@@ -166,6 +167,7 @@ def _carry_out(
         _run_windows(folder, prepared, decoder, todo, done, clock, reporter, stop)
     finally:
         reporter.end()
+    remember(prepared, sum(window.n_tokens for window in todo), clock.load_s, clock.forward_s + clock.wait_s)
     reporter.note(clock.say())
 
 

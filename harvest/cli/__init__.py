@@ -2,10 +2,10 @@
 
 from typing import NoReturn
 
-from harvest.cli import job, lists, results, run, sbatch
+from harvest.cli import completion, job, lists, plan, results, run, sbatch
 from harvest.cli.group import cli
 
-__all__ = ["cli", "job", "lists", "main", "results", "run", "sbatch"]
+__all__ = ["cli", "completion", "job", "lists", "main", "plan", "results", "run", "sbatch"]
 
 
 def main() -> NoReturn:

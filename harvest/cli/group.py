@@ -4,7 +4,6 @@ Nothing heavy is imported before it is needed: --help, and every error in the co
 """
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -31,33 +30,33 @@ class _Group(click.Group):
             ctx.exit(CancelledError.exit_code)
 
 
+class SectionedOption(click.Option):
+    """An option that stands in a section of its command's help."""
+
+    def __init__(self, *args: Any, section: str, **attributes: Any) -> None:
+        self.section = section
+        super().__init__(*args, **attributes)
+
+
+class SectionedCommand(click.Command):
+    """A command whose help has its options in sections, in the order in which they first come."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(parameter, "section", "Other"), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="harvest")
 def cli() -> None:
     """Read the residual stream of a language model for every token of a set of prompts, and write it to disk."""
     # Before anything is imported that reads these once.
     _quiet_libraries()
-
-
-def loading_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a command that loads a model: fields of the engine, left out where they are not given."""
-    options = [
-        click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps. [default: auto]"),
-        click.option("--device-map", metavar="MAP", help="auto spreads the weights over cards, host memory and disk. [default: none]"),
-        click.option(
-            "--max-memory", metavar="LIMITS", help="With --device-map auto: the most for weights, such as cuda:0=70GiB,cpu=100GiB."
-        ),
-        click.option("--trust-remote-code", is_flag=True, default=None, help="Run the code that a model's files bring along."),
-        click.option("--allow-pickle", is_flag=True, default=None, help="Load weights from pickle files where there are no safetensors."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _quiet_libraries() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import click
 
-from harvest.cli.group import cli, given, loading_options
+from harvest.cli.group import cli
+from harvest.cli.options import given, loading_options
 
 
 @cli.command(short_help="Write a run as the API's safetensors files.", epilog="Example: harvest export run1 --format safetensors exported1")

@@ -60,9 +60,12 @@ def place(engine: Engine, device: torch.device) -> Placement:
 
 
 def _free_bytes(key: int | str) -> int:
-    if isinstance(key, int):
-        return torch.cuda.mem_get_info(key)[0]
-    # accelerate, which spreads the weights, needs it too.
+    return torch.cuda.mem_get_info(key)[0] if isinstance(key, int) else free_memory_bytes()
+
+
+def free_memory_bytes() -> int:
+    """The host's memory that is free, or can be freed at once, in bytes."""
+    # accelerate, which spreads weights, needs it too.
     import psutil  # type: ignore[import-untyped]
 
     return int(psutil.virtual_memory().available)

@@ -58,7 +58,7 @@ def load_decoder(
 
 
 def _load(n_blocks: int | None, description: Description, placement: Placement, dtype: torch.dtype, attention: str) -> LoadedDecoder:
-    decoder_class, config = _class_and_config(description)
+    decoder_class, config = class_and_config(description)
     if n_blocks is not None:
         decoder_class = cut_class(decoder_class, description.n_layers, n_blocks)
     kwargs: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "config": config}
@@ -119,7 +119,7 @@ def _places(model: Any, decoder: LoadedDecoder) -> list[str]:
     return found
 
 
-def _class_and_config(description: Description) -> tuple[Any, Any]:
+def class_and_config(description: Description) -> tuple[Any, Any]:
     """The class that the model is made of, and a copy of the config that it takes."""
     config = copy.deepcopy(description.config)
     own = own_class(description.source, config)

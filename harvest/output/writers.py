@@ -35,12 +35,17 @@ _MAX_ENCODERS = 8
 _WAIT_S = 0.2
 
 
+def buffer_sizes(windows: Sequence[Window], layout: ShardLayout, window_bytes: int) -> tuple[int, int]:
+    """How many buffers the rows of windows take, and the bytes of each."""
+    largest = max((window.n_tokens for window in windows), default=0) * layout.token_bytes
+    return (2 if 2 * largest <= window_bytes and len(windows) > 1 else 1), largest
+
+
 class WindowBuffers:
     """Memory for the captured rows of one window each; two where both fit the budget, else one."""
 
     def __init__(self, windows: Sequence[Window], layout: ShardLayout, window_bytes: int) -> None:
-        largest = max((window.n_tokens for window in windows), default=0) * layout.token_bytes
-        count = 2 if 2 * largest <= window_bytes and len(windows) > 1 else 1
+        count, largest = buffer_sizes(windows, layout, window_bytes)
         self._layout = layout
         # Left untouched here: the system hands out the pages as rows arrive.
         self._free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()

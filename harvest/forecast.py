@@ -1,0 +1,161 @@
+"""What a run would take, before it is begun: its prompts tokenised, its batches and shards planned, and no weights loaded."""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harvest.begin import default_folder, look
+from harvest.doctor import build, free_bytes
+from harvest.errors import FolderError
+from harvest.output.folder import RunFolder
+from harvest.output.space import needed_bytes
+from harvest.output.writers import buffer_sizes
+from harvest.prepare import Prepared, prepare
+from harvest.progress import Reporter, duration, size
+from harvest.request import HarvestRequest
+from harvest.settings import Engine
+from harvest.speed import recall
+from harvest.stop import StopFlag
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run would take.
+
+    padding: padded tokens for each real one. rows_bytes: of the captured rows before the codec. most_bytes: that the run may still write,
+        where its codec gains nothing. free_bytes: on the disk of the folder.
+    weight_bytes: of the needed blocks and what stands beside them, on the device. buffer_bytes: of host memory for captured rows.
+    seconds: by an earlier run of this model on this machine, or None where there was none.
+    problems: why the run could not work as it stands.
+    """
+
+    folder: str
+    model: str
+    revision: str
+    layers: list[int]
+    contents: str
+    n_prompts: int
+    n_cut: int
+    longest_prompt: int
+    start_token: str | None
+    tokens: int
+    n_batches: int
+    batch_tokens: int
+    padding: float
+    n_windows: int
+    n_shards: int
+    n_shards_done: int
+    store_dtype: str
+    codec: str
+    rows_bytes: int
+    most_bytes: int
+    free_bytes: int
+    device: str
+    compute_dtype: str
+    weight_bytes: int
+    device_free_bytes: int
+    buffer_bytes: int
+    seconds: float | None
+    problems: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The forecast as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    def to_text(self) -> str:
+        """The forecast to read."""
+        done = f", {self.n_shards_done} of them finished already" if self.n_shards_done else ""
+        time = "unknown: this machine keeps no run of this model" if self.seconds is None else f"about {duration(self.seconds)}"
+        rows: list[tuple[str, Any]] = [
+            ("run folder", self.folder),
+            ("model", f"{self.model}, {len(self.layers)} layers up to {self.layers[-1]}, {self.contents}"),
+            ("prompts", f"{self.n_prompts:,}, the longest of {self.longest_prompt:,} tokens, {self.n_cut:,} cut to the context"),
+            ("start token", self.start_token or "none"),
+            ("tokens", f"{self.tokens:,}, with padding {self.padding:.3f} times as many"),
+            ("batches", f"{self.n_batches:,} of at most {self.batch_tokens:,} tokens, in {self.n_windows:,} windows"),
+            ("shards", f"{self.n_shards:,}{done}"),
+            ("stored", f"{size(self.rows_bytes)} as {self.store_dtype}; with codec {self.codec} at most {size(self.most_bytes)} to write"),
+            ("disk", f"{size(self.free_bytes)} free"),
+            ("weights", f"{size(self.weight_bytes)} as {self.compute_dtype} on {self.device}, {size(self.device_free_bytes)} free there"),
+            ("host memory", f"{size(self.buffer_bytes)} for captured rows"),
+            ("time", time),
+            *(("problem", problem) for problem in self.problems),
+        ]
+        return "\n".join(f"{name:12} {value}" for name, value in rows)
+
+
+def forecast(
+    request: HarvestRequest, out: str | Path | None, engine: Engine, reporter: Reporter, stop: StopFlag, root: str | Path = "runs"
+) -> Forecast:
+    """What a run would take, in `out` or in its own folder below `root`. Raises what a run raises before it begins."""
+    begun = None if out is None else RunFolder(Path(out))
+    held = begun.fingerprint() if begun is not None and begun.recorded() else None
+    prepared = prepare(request, engine, reporter, stop, held=held)
+    folder = RunFolder(Path(out) if out is not None else default_folder(Path(root), prepared))
+    plan, layout, lengths = prepared.plan, prepared.layout, prepared.plan.lengths
+    batches = [batch for window in plan.windows for batch in plan.batches(window)]
+    done = folder.recorded()
+    most = needed_bytes(layout, (shard for shard in plan.shards if shard.index not in done), prepared.reserved_tokens)
+    free = shutil.disk_usage(_standing(folder.path)).free
+    _, per_block, beside = build(prepared.description)
+    weights = (per_block * (prepared.layers[-1] + 1) + beside) * getattr(torch, prepared.settings.compute_dtype).itemsize
+    device_free = free_bytes(prepared.placement)
+    n_buffers, buffer_bytes = buffer_sizes(plan.windows, layout, prepared.settings.window_bytes)
+    speed = recall(prepared)
+    start = prepared.tokens.start_token_id
+    return Forecast(
+        folder=str(folder.path),
+        model=request.model,
+        revision=prepared.description.revision,
+        layers=prepared.layers,
+        contents=layout.contents,
+        n_prompts=len(lengths),
+        n_cut=len(prepared.tokens.cut),
+        longest_prompt=int(lengths.max()),
+        start_token=None if start is None else prepared.description.tokenizer.convert_ids_to_tokens(start),
+        tokens=len(prepared.tokens.ids),
+        n_batches=len(batches),
+        batch_tokens=plan.batch_tokens,
+        padding=round(sum(len(batch) * int(lengths[batch].max()) for batch in batches) / len(prepared.tokens.ids), 4),
+        n_windows=len(plan.windows),
+        n_shards=len(plan.shards),
+        n_shards_done=len(done & {shard.index for shard in plan.shards}),
+        store_dtype=prepared.settings.store_dtype,
+        codec=prepared.settings.codec,
+        rows_bytes=len(prepared.tokens.ids) * layout.token_bytes,
+        most_bytes=most,
+        free_bytes=free,
+        device=prepared.settings.device,
+        compute_dtype=prepared.settings.compute_dtype,
+        weight_bytes=weights,
+        device_free_bytes=device_free,
+        buffer_bytes=n_buffers * buffer_bytes,
+        seconds=None if speed is None else round(speed.estimate_s(len(prepared.tokens.ids), prepared.layers[-1] + 1), 1),
+        problems=_problems(prepared, folder, most, free, weights, device_free, reporter),
+    )
+
+
+def _problems(prepared: Prepared, folder: RunFolder, most: int, free: int, weights: int, device_free: int, reporter: Reporter) -> list[str]:
+    found = []
+    try:
+        if look(folder, prepared, reporter):
+            reporter.note("this run is finished already")
+    except FolderError as error:
+        found.append(str(error))
+    if most > free:
+        found.append(f"the run may write {size(most)}, and the disk of {folder.path} has {size(free)} free")
+    if weights > device_free and prepared.settings.device_map == "none":
+        found.append(
+            f"the weights take {size(weights)} on {prepared.settings.device}, which has {size(device_free)} free; --device-map auto "
+            "spreads them over cards, host memory and disk"
+        )
+    return found
+
+
+def _standing(path: Path) -> Path:
+    """The nearest folder on the way to a path that is there already."""
+    return next(parent for parent in (path, *path.parents) if parent.is_dir())
