@@ -25,12 +25,28 @@ def chosen_start_token_id(choice: str, tokenizer: Any, vocab_size: int | None) -
 def start_token_id(tokenizer: Any, config: Any) -> int | None:
     """The id of a model's start token, or None for a model that has none.
 
-    The tokenizer's `bos_token` says it. A tokenizer that leaves it out on purpose has none, whatever its config's `bos_token_id`
-    (Qwen's names the end-of-text token); only where the tokenizer says nothing at all does the config count.
+    The tokenizer's `bos_token` says it, also where it is the end-of-text token (GPT-2, Pythia) or where the tokenizer itself never puts it
+    (Llama 3, Phi-3, Yi, DeepSeek V3). What its flags and its template say of that does not count.
+
+    A tokenizer that leaves it out on purpose has none, whatever its config's `bos_token_id`: Qwen's names the end-of-text token. Only where
+    its files say nothing at all (Falcon 7B) does the config count.
     """
-    if tokenizer.bos_token_id is not None:
+    if tokenizer.bos_token_id is not None and _is_in_files(tokenizer):
         return int(tokenizer.bos_token_id)
-    if "bos_token" in tokenizer.init_kwargs:
+    if tokenizer.bos_token is None and "bos_token" in tokenizer.init_kwargs:
         return None
     config_id = getattr(config.get_text_config(decoder=True), "bos_token_id", None)
     return config_id if isinstance(config_id, int) else None
+
+
+def _is_in_files(tokenizer: Any) -> bool:
+    """Whether the bos_token was in the files' vocabulary.
+
+    A class of transformers has a bos_token of its own for files that name none (GPT-2's and GPT-NeoX's is <|endoftext|>, Llama's <s>), and
+    adds it to a vocabulary without it, under a new id: one that no weight was trained for, or that has none.
+    """
+    # Mistral's own tokenizer has no is_fast, and one in Python no backend: their classes are written for their files.
+    if not getattr(tokenizer, "is_fast", False):
+        return True
+    added_in_files = tokenizer.init_kwargs.get("added_tokens_decoder", {})
+    return tokenizer.bos_token_id in added_in_files or tokenizer.bos_token in tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)

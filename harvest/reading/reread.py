@@ -213,6 +213,10 @@ def _check_ids(
         start = (local.get("start_token") or {}).get("id")
         context_length = local.get("engine", {}).get("context_length")
     own = description.tokenizer(manifest.prompts[prompt], add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    if local is None and manifest.add_special_tokens and (begun_with := _begun_with(ids, own, start)) != start:
+        # Nor does another manifest say which start token a user chose.
+        notes.append(f"prompt {prompt} begins with the start token {begun_with}, and the model's own is {start}")
+        start = begun_with
     anew = ([] if start is None else [start]) + own
     if context_length is not None:
         anew = anew[: context_length - 1]
@@ -228,6 +232,13 @@ def _check_ids(
     yield Finding(
         where, f"prompt {prompt} has other token ids than its text, from position {position}: {len(ids)} of them, anew {len(anew)}"
     )
+
+
+def _begun_with(ids: list[int], own: list[int], start: int | None) -> int | None:
+    """The id that stands before a text's own ids, all or the first of them; None where none does, `start` where they are not the text's."""
+    if ids == own[: len(ids)]:
+        return None
+    return ids[0] if ids[1:] == own[: len(ids) - 1] else start
 
 
 def _describe(manifest: Manifest, engine: Engine) -> Description:
