@@ -18,11 +18,13 @@ import transformers
 from tiny_configs import decoder_types, tiny_config
 
 from harvest.errors import HarvestError
+from harvest.input.plan import Plan, make_plan
 from harvest.model.blocks import LoadedDecoder, cut_class, decoder_of, stream_of
 from harvest.model.capture import Capture
 from harvest.model.classes import check_architecture, config_for_class, model_class, n_decoder_layers
+from harvest.model.describe import find_chosen_keys, find_length_switches
 from harvest.model.plain import read_plain
-from harvest.model.soundness import check_stream
+from harvest.model.soundness import check_stream, tried_tokens
 
 # Of random weights; a wrong position or a leak from the padding is at least a hundred times larger.
 BOUND = 1e-4
@@ -100,8 +102,9 @@ def hold(model_type: str, model: Any, config: Any) -> Row:
         return Row(model_type, REFUSED, f"its config has num_hidden_layers {n_layers!r} and hidden_size {hidden_size!r}")
     try:
         loaded = decoder_of(model, n_layers)
-        check_stream(loaded, prompts()[2])
-        rows = _capture(loaded, list(range(n_layers)), hidden_size)
+        plan = _plan(config)
+        check_stream(loaded, prompts()[2], tried_tokens(find_chosen_keys(config.get_text_config(decoder=True))), plan.length_switches)
+        rows = _capture(loaded, plan, list(range(n_layers)), hidden_size)
     except HarvestError as error:
         return Row(model_type, REFUSED, _first_line(error))
     except Exception as error:
@@ -114,10 +117,20 @@ def hold(model_type: str, model: Any, config: Any) -> Row:
     return Row(model_type, state, words, is_cut)
 
 
-def _capture(loaded: LoadedDecoder, layers: list[int], hidden_size: int) -> torch.Tensor:
-    """harvest's own reading of the three prompts in one padded batch: float32 [layer, token, hidden]."""
+def _plan(config: Any) -> Plan:
+    """The three prompts in one batch, padded, or in one each where the attention chooses its keys."""
+    text = config.get_text_config(decoder=True)
+    return make_plan(np.array(_LENGTHS), 3, 1, 1 << 30, 1 << 20, find_length_switches(text), find_chosen_keys(text))
+
+
+def _capture(loaded: LoadedDecoder, plan: Plan, layers: list[int], hidden_size: int) -> torch.Tensor:
+    """harvest's own reading of the three prompts, in order: float32 [layer, token, hidden]."""
+    rows: dict[int, torch.Tensor] = {}
     with Capture(loaded, layers, hidden_size, torch.float32) as capture:
-        return capture.read(prompts()).rows_LTW
+        for batch in plan.batches(plan.windows[0]):
+            read = capture.read([prompts()[number] for number in batch]).rows_LTW
+            rows |= zip(batch, read.split([_LENGTHS[number] for number in batch], dim=1), strict=True)
+    return torch.cat([rows[number] for number in range(len(_LENGTHS))], dim=1)
 
 
 def _compare(loaded: LoadedDecoder, rows_LTH: torch.Tensor, model: Any) -> tuple[float, str]:
@@ -153,8 +166,9 @@ def _try_cut(model: Any, config: Any, n_layers: int, rows_LTH: torch.Tensor, hid
         if missing:
             return False, f"lacks {missing[0]}"
         loaded = decoder_of(cut, n_layers)
-        check_stream(loaded, prompts()[2])
-        rows = _capture(loaded, list(range(n_kept)), hidden_size)
+        plan = _plan(config)
+        check_stream(loaded, prompts()[2], length_switches=plan.length_switches)
+        rows = _capture(loaded, plan, list(range(n_kept)), hidden_size)
     except Exception as error:
         return False, f"no ({_first_line(error)})"
     return (True, "same bits") if torch.equal(rows, rows_LTH[:n_kept]) else (False, WRONG)
