@@ -3,7 +3,7 @@
 import glob
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harvest.contract import HarvestJob
@@ -43,16 +43,22 @@ def note_asked(folder: RunFolder, request: HarvestRequest, engine: Engine) -> No
         return
 
 
-def find_answer(request: HarvestRequest, engine: Engine, out: str | Path | None, root: Path) -> HarvestJob | None:
+def find_answer(
+    request: HarvestRequest,
+    engine: Engine,
+    out: Path | RunFolder | None,
+    root: Path,
+    note: Callable[[str], None] = lambda _: None,
+) -> HarvestJob | None:
     """The job of a finished run of just this request and engine, in `out` or below `root`; None where a closer look is needed."""
     digest = _asked(request, engine)
     if digest is None:
         return None
-    paths = [Path(out)] if out is not None else sorted(root.glob(f"{glob.escape(folder_stem(request.model))}-*"))
-    for folder in map(RunFolder, paths):
+    paths = [out] if out is not None else sorted(root.glob(f"{glob.escape(folder_stem(request.model))}-*"))
+    for folder in (path if isinstance(path, RunFolder) else RunFolder(path) for path in paths):
         if _read(folder) == digest and not folder.copying.exists():
             fingerprint = folder.fingerprint()
-            if fingerprint is not None and (job := finished_job(folder, fingerprint)):
+            if fingerprint is not None and (job := finished_job(folder, fingerprint, note)):
                 return job
     return None
 

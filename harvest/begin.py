@@ -5,11 +5,11 @@ from pathlib import Path
 from harvest.asked import folder_stem
 from harvest.contract import HarvestJob
 from harvest.errors import FolderError
-from harvest.output import durable
-from harvest.output.folder import Fingerprint, RunFolder
+from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, finished_job, read_job
 from harvest.output.presence import Presence
 from harvest.output.process import owner_id
+from harvest.output.record import Fingerprint
 from harvest.prepare import Prepared
 from harvest.progress import Reporter, size
 
@@ -21,29 +21,29 @@ def default_folder(root: Path, prepared: Prepared) -> Path:
 
 def look(folder: RunFolder, prepared: Prepared, reporter: Reporter) -> HarvestJob | None:
     """The job of a folder where this request is finished already, else None. Raises FolderError where something else is there."""
-    if not folder.path.exists():
+    if not folder.exists:
         return None
     check_kind(folder)
     held = folder.fingerprint()
-    if folder.copying.exists() or (held is None and folder.manifest.exists()):
-        raise FolderError(f"out: {folder.path} holds the copy of a run, fetched or exported; name another folder")
+    if folder.copying.exists() or (held is None and folder.has(folder.manifest)):
+        raise FolderError(f"out: {folder.name} holds the copy of a run, fetched or exported; name another folder")
     if held is not None and held != prepared.fingerprint:
         differences = _differences(held, prepared.fingerprint)
         if folder.recorded():
             raise FolderError(
-                f"out: {folder.path} holds shards of another request ({differences}); name another folder, or start anew with --overwrite"
+                f"out: {folder.name} holds shards of another request ({differences}); name another folder, or start anew with --overwrite"
             )
         reporter.note(f"the folder was begun by another request that finished no shard ({differences}); it is this one's now")
         return None
-    return finished_job(folder, prepared.fingerprint)
+    return finished_job(folder, prepared.fingerprint, reporter.note)
 
 
 def check_kind(folder: RunFolder) -> None:
     """Raise FolderError where a path that exists is no place for a run: a file, or a folder of other things."""
-    if not folder.path.is_dir():
+    if folder.path.exists() and not folder.path.is_dir():
         raise FolderError(f"out: {folder.path} is a file; a run needs a folder of its own")
-    if read_job(folder) is None and not folder.request.exists() and folder.fingerprint() is None and not folder.is_vacant:
-        raise FolderError(f"out: {folder.path} is not empty and holds no run of harvest; name another folder")
+    if read_job(folder) is None and not folder.has(folder.request) and folder.fingerprint() is None and not folder.is_vacant:
+        raise FolderError(f"out: {folder.name} is not empty and holds no run of harvest; name another folder")
 
 
 def begin(folder: RunFolder, prepared: Prepared, presence: Presence) -> JobFile:
@@ -55,22 +55,22 @@ def begin(folder: RunFolder, prepared: Prepared, presence: Presence) -> JobFile:
     folder.remove_temporary([owner_id(), *(owner_id(claim.process) for claim in others)])
     if not others:
         # Readers of a run that is whole look for the manifest, so it goes before what is missing is made anew.
-        durable.remove(folder.manifest)
+        folder.remove(folder.manifest)
     folder.write_fingerprint(prepared.fingerprint, is_shared=bool(others))
     held = folder.fingerprint()
     if held != prepared.fingerprint:
         raise FolderError(
-            f"out: {others[0] if others else 'another process'} works on {folder.path} with another request "
+            f"out: {others[0] if others else 'another process'} works on {folder.name} with another request "
             f"({_differences(held or {}, prepared.fingerprint)}); name another folder"
         )
     request = prepared.request.model_copy(update={"layers": prepared.layers})
     body = request.model_dump_json(indent=2).encode()
-    goes_on = folder.request.exists() and folder.request.read_bytes() == body
+    goes_on = folder.has(folder.request) and folder.read(folder.request) == body
     previous = read_job(folder) if goes_on else None
     if not goes_on:
-        if folder.request.exists() and not others:
-            durable.remove(folder.job)
-        durable.write_whole(folder.request, body)
+        if folder.has(folder.request) and not others:
+            folder.remove(folder.job)
+        folder.write(folder.request, body)
     return JobFile.begin(
         folder,
         previous,
@@ -84,17 +84,16 @@ def begin(folder: RunFolder, prepared: Prepared, presence: Presence) -> JobFile:
 
 def empty(folder: RunFolder, reporter: Reporter) -> None:
     """Remove a run from its folder, and say what: `--overwrite`. What is not harvest's own stays."""
-    paths = folder.contents() + folder.temporary()
-    if not paths:
+    sizes = folder.contents()
+    if not sizes:
         return
     n_shards = len(folder.recorded())
-    n_bytes = sum(path.stat().st_size for path in paths)
     reporter.note(
-        f"--overwrite: removing {n_shards} finished shard{'' if n_shards == 1 else 's'} and {len(paths)} files in all "
-        f"({size(n_bytes)}) from {folder.path}"
+        f"--overwrite: removing {n_shards} finished shard{'' if n_shards == 1 else 's'} and {len(sizes)} files in all "
+        f"({size(sum(sizes.values()))}) from {folder.name}"
     )
-    for path in paths:
-        durable.remove(path)
+    for path in sizes:
+        folder.remove(path)
 
 
 def _differences(held: Fingerprint, own: Fingerprint) -> str:

@@ -1,6 +1,7 @@
 """What other processes ask of a run: its status, and to cancel it. Light: neither torch nor zarr is imported."""
 
 import time
+from collections.abc import Callable
 
 from harvest.contract import HarvestJob
 from harvest.errors import NotARunError
@@ -15,18 +16,19 @@ _CANCEL_WITHIN_S = 600.0
 ENDED = ("done", "failed", "cancelled")
 
 
-def status(folder: RunFolder, wait_s: float = 0.0) -> HarvestJob:
+def status(folder: RunFolder, wait_s: float = 0.0, note: Callable[[str], None] = lambda _: None) -> HarvestJob:
     """The job of a run folder as it is now, with fresh links; waits up to `wait_s` seconds for its status to change.
 
     A run whose process has died without a word is answered as failed, with the reason. Raises NotARunError where there is no job.
+    note: told why the links end sooner than the API's 7 days, where they do.
     """
     job = _answer(folder)
     deadline = time.monotonic() + wait_s
     before = job.status
     while job.status == before and job.status not in ENDED and time.monotonic() < deadline:
-        time.sleep(min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0)))
+        time.sleep(min(folder.look_every_s, max(deadline - time.monotonic(), 0)))
         job = _answer(folder)
-    return job
+    return with_fresh_links(folder, job, note)
 
 
 def working(folder: RunFolder) -> HarvestJob | None:
@@ -40,6 +42,8 @@ def cancel(folder: RunFolder) -> HarvestJob:
     All processes that work on it are asked to stop, and waited for.
     """
     job = _read(folder)
+    if job.status not in ENDED and not folder.sees_processes:
+        raise NotARunError(f"{folder.name}: its processes are not known on this machine; run harvest cancel on the one that they run on")
     if live_claims(folder):
         durable.write_whole(folder.cancel, b"{}")
         deadline = time.monotonic() + _CANCEL_WITHIN_S
@@ -56,15 +60,15 @@ def cancel(folder: RunFolder) -> HarvestJob:
 
 def _answer(folder: RunFolder) -> HarvestJob:
     job = _read(folder)
-    if job.status in ENDED:
-        return with_fresh_links(folder, job)
+    if job.status in ENDED or not folder.sees_processes:
+        return job
     found = claims(folder)
     if any(claim.is_alive for claim in found):
         return job
     # Between the two looks the processes may have ended as they should.
     job = _read(folder)
     if job.status in ENDED:
-        return with_fresh_links(folder, job)
+        return job
     if not found:
         # Whoever ends in order takes its claim away: the rest waits for its parts to be started.
         return job.model_copy(update={"status": "pending", "tokens": None, "started_at": None})
@@ -76,5 +80,5 @@ def _answer(folder: RunFolder) -> HarvestJob:
 def _read(folder: RunFolder) -> HarvestJob:
     job = read_job(folder)
     if job is None:
-        raise NotARunError(f"{folder.path}: holds no job.json of a run; name the folder that --out named")
+        raise NotARunError(f"{folder.name}: holds no job.json of a run; name the folder that --out named")
     return job

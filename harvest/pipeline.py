@@ -13,7 +13,7 @@ from harvest.begin import begin, check_kind, default_folder, empty, look
 from harvest.contract import HarvestJob
 from harvest.decoder import compare, load
 from harvest.errors import CancelledError, FolderError, HarvestError, RequestError, RequeuedError, StorageError
-from harvest.finish import Clock, make_whole, missing_shards
+from harvest.finish import Clock, make_whole, missing_shards, say_missing
 from harvest.input.plan import Window
 from harvest.model.blocks import LoadedDecoder
 from harvest.model.capture import Capture
@@ -22,6 +22,7 @@ from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, read_job, with_fresh_links
 from harvest.output.presence import Presence, check_free, live_claims
 from harvest.output.space import check_space, needed_bytes
+from harvest.output.staged import open_folder
 from harvest.output.writers import WindowBuffers, Writers
 from harvest.parts import WHOLE, Part, find_rank
 from harvest.prepare import Prepared, prepare
@@ -35,7 +36,7 @@ from harvest.window import read_window
 
 def run(
     request: HarvestRequest,
-    out: str | Path | None = None,
+    out: str | Path | RunFolder | None = None,
     engine: Engine | None = None,
     reporter: Reporter | None = None,
     stop: StopFlag | None = None,
@@ -46,7 +47,8 @@ def run(
 ) -> HarvestJob:
     """Read the residual stream of a request's prompts and write it to a run folder; answers the job.
 
-    out: the run folder; by default MODEL-DIGEST below `root`, where the digest tells requests apart.
+    out: the run folder, or an object store's s3://BUCKET/PREFIX (also gs:// and az://); by default MODEL-DIGEST below `root`, where the
+        digest tells requests apart.
     stop: looked at between batches; a stop that is asked for ends the run with its error.
     part: the share of the windows that this process takes; a rank of a launcher takes its share of that. Whoever finds all shards
         there makes the run whole, and the answer is done; one that ends before others answers a job that is not done yet.
@@ -63,14 +65,14 @@ def run(
     share = rank.share(part)
     if overwrite and not share.is_whole:
         raise RequestError(f"overwrite: {share} would remove what the others write; start anew in one process, or remove the folder first")
-    begun = None if out is None or overwrite else RunFolder(Path(out))
-    held = begun.fingerprint() if begun is not None and begun.recorded() else None
+    named = None if out is None else open_folder(out)
+    held = named.fingerprint() if named is not None and not overwrite and named.recorded() else None
     prepared = prepare(request, engine, reporter, stop, rank, held)
     stop.check()
-    folder = RunFolder(Path(out) if out is not None else default_folder(Path(root), prepared))
-    reporter.note(f"run folder: {folder.path}" if share.is_whole else f"run folder: {folder.path}, {share}")
+    folder = named or RunFolder(default_folder(Path(root), prepared))
+    reporter.note(f"run folder: {folder.name}" if share.is_whole else f"run folder: {folder.name}, {share}")
     check_free(folder, share)
-    if overwrite and folder.path.exists():
+    if overwrite and folder.exists:
         check_kind(folder)
     elif finished := look(folder, prepared, reporter):
         return _answer(finished, folder, prepared, engine, reporter)
@@ -90,8 +92,8 @@ def run(
             _carry_out(folder, prepared, share, job, clock, space_check, reporter, stop)
             missing = missing_shards(folder, prepared)
             if not missing:
-                return with_fresh_links(folder, make_whole(folder, prepared, engine, job, clock))
-            _say_missing(missing, share, presence, prepared, reporter)
+                return with_fresh_links(folder, make_whole(folder, prepared, engine, job, clock), reporter.note)
+            say_missing(missing, share, presence, prepared, reporter)
     return read_job(folder) or job.job
 
 
@@ -101,7 +103,7 @@ def _leaving_in_order(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):
+        with suppress(OSError, StorageError):
             job = read_job(folder)
             if job is not None and job.status == "running" and not live_claims(folder):
                 JobFile(folder, job).queue()
@@ -124,12 +126,12 @@ def _telling(job: JobFile, presence: Presence, folder: RunFolder, prepared: Prep
     except CancelledError as error:
         if not isinstance(error, RequeuedError):
             job.cancel()
-        with suppress(OSError):
+        with suppress(OSError, StorageError):
             reporter.note(f"{len(folder.recorded())} of {len(prepared.plan.shards)} shards are finished")
         raise
     except Exception as error:
         # What is wrong, such as too many open files, may stand in the way of this too; it must not be hidden by another error.
-        with suppress(OSError):
+        with suppress(OSError, StorageError):
             # Where another process has taken this one's place, the job is that one's too.
             if presence.holds:
                 job.fail(str(error) if isinstance(error, HarvestError) else f"{type(error).__name__}: {error}")
@@ -139,20 +141,45 @@ def _telling(job: JobFile, presence: Presence, folder: RunFolder, prepared: Prep
 def _carry_out(
     folder: RunFolder, prepared: Prepared, share: Part, job: JobFile, clock: Clock, space_check: bool, reporter: Reporter, stop: StopFlag
 ) -> None:
-    """Load the model, and run this process's windows whose shards are not on disk yet."""
+    """Run this process's windows whose shards are not published yet, and see all its shards to where the run lies."""
     units = [unit for number, unit in enumerate(prepared.plan.units()) if share.takes(number)]
     shards = {piece.shard.index: piece.shard for unit in units for window in unit for piece in window.pieces}
     done = _find_done(folder, prepared, shards, reporter, stop)
     if done:
-        reporter.note(f"{len(done)} of {len(shards)} shards are on disk already")
+        reporter.note(f"{len(done)} of {len(shards)} shards are {folder.where} already")
     job.start()
     todo = [window for unit in units for window in unit if any(piece.shard.index not in done for piece in window.pieces)]
-    if not todo:
-        return
-    if space_check:
-        written = done | folder.recorded()
-        unwritten = [shard for shard in prepared.plan.shards if shard.index not in written]
-        check_space(folder, needed_bytes(prepared.layout, unwritten, prepared.reserved_tokens))
+    with folder.carrying(done, stop, reporter.note):
+        if todo:
+            if space_check:
+                _check_space(folder, prepared, done)
+            _compute(folder, prepared, todo, done, sum(window.n_tokens for unit in units for window in unit), clock, reporter, stop)
+        left = time.monotonic()
+    # What was left to be uploaded when the last shard was written.
+    clock.wait_s += time.monotonic() - left
+    clock.upload_s = folder.upload_s
+    if todo or clock.upload_s:
+        reporter.note(clock.say())
+
+
+def _check_space(folder: RunFolder, prepared: Prepared, done: set[int]) -> None:
+    """Raise StorageError where the disk has no room for the shards that no process has written yet, as many as lie there at once."""
+    written = done | folder.recorded()
+    unwritten = sorted((shard for shard in prepared.plan.shards if shard.index not in written), key=lambda shard: -shard.n_tokens)
+    check_space(folder, needed_bytes(prepared.layout, unwritten[: folder.most_shards], prepared.reserved_tokens))
+
+
+def _compute(
+    folder: RunFolder,
+    prepared: Prepared,
+    todo: Sequence[Window],
+    done: set[int],
+    n_tokens: int,
+    clock: Clock,
+    reporter: Reporter,
+    stop: StopFlag,
+) -> None:
+    """Load the model and run windows. n_tokens: of all windows of this process, those too whose shards are there already."""
     started = time.monotonic()
     device = torch.device(prepared.settings.device)
     if device.type == "cuda":
@@ -161,14 +188,12 @@ def _carry_out(
     decoder = load(prepared, reporter)
     clock.load_s = time.monotonic() - started
     stop.check()
-    n_own = sum(window.n_tokens for unit in units for window in unit)
-    reporter.begin(n_own, n_own - sum(window.n_tokens for window in todo))
+    reporter.begin(n_tokens, n_tokens - sum(window.n_tokens for window in todo))
     try:
         _run_windows(folder, prepared, decoder, todo, done, clock, reporter, stop)
     finally:
         reporter.end()
     remember(prepared, sum(window.n_tokens for window in todo), clock.load_s, clock.forward_s + clock.wait_s)
-    reporter.note(clock.say())
 
 
 def _find_done(folder: RunFolder, prepared: Prepared, shards: Iterable[int], reporter: Reporter, stop: StopFlag) -> set[int]:
@@ -183,26 +208,6 @@ def _find_done(folder: RunFolder, prepared: Prepared, shards: Iterable[int], rep
         shown = "; ".join(damages[:5]) + (f"; and {len(damages) - 5} more" if len(damages) > 5 else "")
         reporter.note(f"made anew: {shown}")
     return done
-
-
-def _say_missing(missing: Sequence[int], share: Part, presence: Presence, prepared: Prepared, reporter: Reporter) -> None:
-    """Say what others have still to do before the run is whole. Raises StorageError for a shard of this process's own that has gone."""
-    units = prepared.plan.units()
-    parts: dict[int, int] = {}
-    for number, unit in enumerate(units):
-        for window in unit:
-            parts.update({piece.shard.index: number % share.count for piece in window.pieces})
-    own = [index for index in missing if parts[index] == share.index]
-    if own:
-        raise StorageError(f"shard {own[0]} was published and has gone since; see who removes files there, then run the same command again")
-    waiting = sorted({parts[index] for index in missing})
-    shown = ", ".join(f"{part}/{share.count}" for part in waiting[:8]) + (", …" if len(waiting) > 8 else "")
-    others = presence.others()
-    working = f"; at work now: {', '.join(map(str, others))}" if others else ""
-    reporter.note(
-        f"{share} is done; {len(missing)} of {len(parts)} shards are still missing, those of part {shown}{working}; "
-        "whichever part ends last makes the run whole"
-    )
 
 
 def _run_windows(

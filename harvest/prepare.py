@@ -19,8 +19,8 @@ from harvest.model.device import Placement, place, resolve_device
 from harvest.model.sources import find_model
 from harvest.model.start_token import chosen_start_token_id, start_token_id
 from harvest.output.codecs import default_codec
-from harvest.output.folder import Fingerprint
 from harvest.output.layout import FORMAT_VERSION, ShardLayout
+from harvest.output.record import Fingerprint
 from harvest.parts import ALONE, Rank
 from harvest.progress import Reporter
 from harvest.request import HarvestRequest

@@ -16,7 +16,8 @@ import harvest
 from harvest.errors import StreamError, ValueRangeError
 from harvest.input.plan import make_plan
 from harvest.model.capture import Capture
-from harvest.output.folder import Record, RunFolder
+from harvest.output.folder import RunFolder
+from harvest.output.record import Record
 from harvest.reading.verify import verify
 
 

@@ -1,7 +1,5 @@
 """harvest status and harvest cancel: a run that another process works on."""
 
-from pathlib import Path
-
 import click
 
 from harvest.cli.group import cli
@@ -11,11 +9,14 @@ from harvest.cli.group import cli
 @click.argument("folder", metavar="DIR", type=click.Path())
 @click.option("--wait", type=click.FloatRange(min=0), default=0.0, metavar="S", help="Wait up to S seconds for its status to change.")
 def status(folder: str, wait: float) -> None:
-    """Print the job of a run folder as JSON, with fresh links, also while another process or machine works on it."""
-    from harvest.control import status as read_status
-    from harvest.output.folder import RunFolder
+    """Print the job of a run folder as JSON, with fresh links, also while another process or machine works on it.
 
-    click.echo(read_status(RunFolder(Path(folder)), wait).to_json())
+    DIR may be s3://BUCKET/PREFIX (gs://, az://) too: then the links are signed, for 7 days or as long as temporary credentials last.
+    """
+    from harvest.control import status as read_status
+    from harvest.output.staged import open_folder
+
+    click.echo(read_status(open_folder(folder), wait, lambda text: click.echo(f"harvest: {text}", err=True)).to_json())
 
 
 @cli.command(short_help="Cancel a run.", epilog="Example: harvest cancel run1")
@@ -26,6 +27,6 @@ def cancel(folder: str) -> None:
     Its finished shards stay, and the command that started it can finish it. A run that has ended stays as it is.
     """
     from harvest.control import cancel as cancel_run
-    from harvest.output.folder import RunFolder
+    from harvest.output.staged import open_folder
 
-    click.echo(cancel_run(RunFolder(Path(folder))).to_json())
+    click.echo(cancel_run(open_folder(folder)).to_json())

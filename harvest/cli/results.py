@@ -37,14 +37,18 @@ def export(folder: str, file_format: str, out: str, quiet: bool) -> None:
 def fetch(job: str, out: str, quiet: bool) -> None:
     """Download the files of a done job by its links (http, https or file) into the folder OUT, and print the job with links to them.
 
-    JOB.json is an answer of the API, or a run's job.json; - reads it from stdin. The same command goes on where an earlier one stopped.
+    JOB.json is an answer of the API, or a run's job.json; - reads it from stdin; s3://BUCKET/PREFIX (gs://, az://) is a run in a store.
+    The same command goes on where an earlier one stopped.
     """
+    from harvest.control import status
+    from harvest.output.staged import open_folder
+    from harvest.output.store import is_url
     from harvest.progress import DownloadReporter, Silent
     from harvest.reading.fetch import fetch as fetch_job
     from harvest.reading.fetch import read_answer
     from harvest.stop import StopFlag, stopping_on_signals
 
-    answer = read_answer(job)
+    answer = status(open_folder(job)) if is_url(job) else read_answer(job)
     stop = StopFlag()
     with stopping_on_signals(stop):
         click.echo(fetch_job(answer, out, Silent() if quiet else DownloadReporter(), stop).to_json())

@@ -19,7 +19,9 @@ DEFAULT_ROOT = "runs"
 )
 @request_options
 @engine_options
-@output_option("--out", type=click.Path(), metavar="DIR", help="The run folder. [default: runs/MODEL-DIGEST]")
+@output_option(
+    "--out", type=click.Path(), metavar="DIR", help="The run folder, or s3://BUCKET/PREFIX (gs://, az://). [default: runs/MODEL-DIGEST]"
+)
 @output_option(
     "--out-root",
     type=click.Path(),
@@ -29,6 +31,11 @@ DEFAULT_ROOT = "runs"
 @output_option("--idempotency-key", metavar="KEY", help="The same key and request below ROOT answer the first run for 24 hours.")
 @output_option("--overwrite", is_flag=True, help="Remove what a run left in the folder, and start anew.")
 @output_option("--no-space-check", is_flag=True, help="Start even where the disk seems too small for the run.")
+@output_option("--keep-local", is_flag=True, help="With an object store: shards stay in --stage once they are there.")
+@output_option(
+    "--stage", type=click.Path(), metavar="DIR", help="Where shards wait on their way to a store. [default: below harvest's cache]"
+)
+@output_option("--retry-s", type=click.FloatRange(min=0), metavar="S", help="How long to try a store again that fails. [default: 180]")
 @output_option("--part", metavar="I/N", help="Take share I, from 0, of N; N such commands on one folder make the run. [default: 0/1]")
 @output_option(
     "--on-term",
@@ -46,6 +53,9 @@ def run(
     no_limits: bool,
     overwrite: bool,
     no_space_check: bool,
+    keep_local: bool,
+    stage: str | None,
+    retry_s: float | None,
     part: str | None,
     on_term: str,
     **options: Any,
@@ -60,6 +70,8 @@ def run(
     from harvest.output.folder import RunFolder
     from harvest.output.idempotency import folder_for_key
     from harvest.output.presence import check_free
+    from harvest.output.staged import RETRY_S, open_folder
+    from harvest.output.store import is_url
     from harvest.parts import WHOLE, find_rank, parse_part
     from harvest.progress import Silent, StderrReporter
     from harvest.stop import StopFlag, stopping_on_signals
@@ -68,6 +80,12 @@ def run(
         raise RequestError("out: an empty name was given; name the folder, such as run1 or . for the current one")
     if out is not None and (out_root is not None or idempotency_key is not None):
         raise RequestError("out: it names the folder itself, so --out-root and --idempotency-key mean nothing beside it; leave one out")
+    if is_url(out_root):
+        raise RequestError(f"out_root: {out_root} was given; a run in an object store is named itself, with --out {out_root}/RUN")
+    if not is_url(out) and (keep_local or stage is not None or retry_s is not None):
+        raise RequestError(
+            "keep_local, stage and retry_s: they mean something with an object store alone, such as --out s3://BUCKET/PREFIX"
+        )
     reporter = Silent() if quiet else StderrReporter()
     stop = StopFlag()
     own_part = WHOLE if part is None else parse_part(part)
@@ -83,13 +101,14 @@ def run(
                 click.echo(job.to_json())
                 return
             out = str(folder.path)
-        if not overwrite and (answer := find_answer(request, engine, out, root)):
+        named = None if out is None else open_folder(out, stage, keep_local, RETRY_S if retry_s is None else retry_s)
+        if not overwrite and (answer := find_answer(request, engine, named, root, reporter.note)):
             reporter.note("this run is finished already; nothing was done")
             click.echo(answer.to_json())
             return
-        if out is not None:
-            check_free(RunFolder(Path(out)), find_rank().share(own_part))
+        if named is not None:
+            check_free(named, find_rank().share(own_part))
         from harvest.pipeline import run as run_request
 
-        job = run_request(request, out, engine, reporter, stop, root, own_part, overwrite, not no_space_check)
+        job = run_request(request, named, engine, reporter, stop, root, own_part, overwrite, not no_space_check)
         click.echo(job.to_json())

@@ -1,57 +1,49 @@
-"""The run folder: every path in it, and the records of what is published there."""
+"""The run folder: every path in it, its documents, and the records of what is published there."""
 
 import json
 import os
 import re
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
-from harvest.contract import utc_now
+from harvest.contract import URL_LIFETIME, utc_now
 from harvest.errors import NotARunError
 from harvest.output import durable
-
-Fingerprint = dict[str, Any]
+from harvest.output.record import Fingerprint, Record
+from harvest.stop import StopFlag
 
 
 @dataclass(frozen=True)
-class Record:
-    """What is known of one published shard.
+class Links:
+    """A run's links, as the result of a job has them, and until when they work. sooner: why that is sooner than the API's 7 days."""
 
-    fingerprint: what the shard's bytes depend on; a shard of another request is never taken for this one's.
-    prompts: the first prompt, and one past the last.
-    bytes, sha256, modified_ns: of the file.
-    nonfinite: tokens with a value that is not finite, by layer, where there are any.
-    batch_tokens: the budget that its batches were cut to for lack of memory, where they were.
-    """
-
-    shard: int
-    fingerprint: Fingerprint
-    prompts: tuple[int, int]
-    tokens: int
-    bytes: int
-    sha256: str
-    modified_ns: int
-    published_at: str
-    nonfinite: tuple[int, ...] = ()
-    batch_tokens: int | None = None
-
-    @classmethod
-    def read(cls, path: Path) -> "Record | None":
-        """The record in a file, or None where there is none that can be read."""
-        try:
-            fields = json.loads(path.read_bytes())
-            return cls(**fields | {name: tuple(fields[name]) for name in ("prompts", "nonfinite")})
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
+    fields: dict[str, Any]
+    expire_at: datetime
+    sooner: str | None = None
 
 
 class RunFolder:
-    """A run folder on a local file system, and the one owner of its layout."""
+    """A run folder on a local file system, and the one owner of its layout.
+
+    The documents of a run (job, request, fingerprint, stats, manifest) are read and written through it alone, and what it says of shards
+    is asked of it: `harvest.output.staged` has the same for a run whose files go to an object store.
+    """
+
+    # Of so many shards at once the disk must have room; None: of all.
+    most_shards: int | None = None
+    # Of its shards a note says that they are there.
+    where = "on disk"
+    # Whoever waits for its job to change looks so often.
+    look_every_s = 0.1
 
     def __init__(self, path: Path) -> None:
         self.path = Path(os.path.abspath(path))
+        # What errors and notes call it.
+        self.name = str(self.path)
         self.job = self.path / "job.json"
         self.request = self.path / "request.json"
         self.stats = self.path / "stats.safetensors"
@@ -71,6 +63,44 @@ class RunFolder:
         """Make the folder and those in it."""
         for folder in (self.path, self._shards, self._records):
             durable.make_folder(folder)
+
+    def refresh(self) -> None:
+        """Look anew at what other processes may have changed; here every look is a new one."""
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is anything of that name."""
+        return self.path.exists()
+
+    @property
+    def sees_processes(self) -> bool:
+        """Whether the processes that work on it are known here."""
+        return True
+
+    @property
+    def upload_s(self) -> float:
+        """Seconds in which files of the run were on their way to an object store."""
+        return 0.0
+
+    def has(self, path: Path) -> bool:
+        """Whether a document is there."""
+        return path.exists()
+
+    def read(self, path: Path) -> bytes:
+        """A document. Raises OSError where it is not there, or cannot be read."""
+        return path.read_bytes()
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write or replace a document in one step."""
+        durable.write_whole(path, data)
+
+    def write_new(self, path: Path, data: bytes) -> bool:
+        """Write a document where there is none; answers whether it did."""
+        return durable.write_new(path, data)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file of the run."""
+        durable.remove(path)
 
     @property
     def is_vacant(self) -> bool:
@@ -123,7 +153,33 @@ class RunFolder:
         record = Record(
             shard, fingerprint, prompts, tokens, found.st_size, sha256, found.st_mtime_ns, published_at, nonfinite, batch_tokens
         )
-        durable.write_whole(self.record(shard), json.dumps(asdict(record), indent=2).encode())
+        durable.write_whole(self.record(shard), record.to_json().encode())
+
+    def make_room(self) -> None:
+        """Called before a shard is begun; returns when there is room for it."""
+
+    @contextmanager
+    def carrying(self, finished: Collection[int], stop: StopFlag, note: Callable[[str], None]) -> Iterator[None]:  # noqa: ARG002
+        """While shards are published: takes them, and those of `finished`, to where the run lies. Here they are there already."""
+        yield
+
+    @contextmanager
+    def open_shard(self, index: int) -> Iterator[IO[bytes]]:
+        """The bytes of a published shard."""
+        with durable.storing(self.shard(index)), open(self.shard(index), "rb") as file:
+            yield file
+
+    def links(self, n_shards: int) -> dict[str, Any]:
+        """The result's links to a run's files, as job.json keeps them."""
+        return {
+            "manifest_url": self.manifest.as_uri(),
+            "shard_urls": [self.shard_file(index).as_uri() for index in range(n_shards)],
+            "stats_url": self.stats.as_uri(),
+        }
+
+    def fresh_links(self, n_shards: int) -> Links:
+        """The links of one answer, good for seven days from now."""
+        return Links(self.links(n_shards), utc_now() + URL_LIFETIME)
 
     def finished(self, index: int, fingerprint: Fingerprint, on_damage: Callable[[str], None] = lambda _: None) -> Record | None:
         """The record of a shard that is published, of this fingerprint, and whose file's bytes are still what they were: all are read.
@@ -178,14 +234,14 @@ class RunFolder:
         """Write down whose folder this is, before anything is published in it. Where it is shared, what is there stays."""
         data = json.dumps(fingerprint, indent=2).encode()
         if is_shared:
-            durable.write_new(self._fingerprint, data)
+            self.write_new(self._fingerprint, data)
         else:
-            durable.write_whole(self._fingerprint, data)
+            self.write(self._fingerprint, data)
 
     def fingerprint(self) -> Fingerprint | None:
         """The fingerprint of the run that the folder belongs to, or None where no run has begun in it."""
         try:
-            return dict(json.loads(self._fingerprint.read_bytes()))
+            return dict(json.loads(self.read(self._fingerprint)))
         except (OSError, ValueError, TypeError):
             records = (Record.read(self.record(index)) for index in sorted(self.recorded()))
             return next((record.fingerprint for record in records if record is not None), None)
@@ -206,8 +262,8 @@ class RunFolder:
                 path.unlink(missing_ok=True)
         return len(leftovers)
 
-    def contents(self) -> list[Path]:
-        """All files of the run that are there, in an order in which they may be removed one by one: what says more goes first."""
+    def contents(self) -> dict[Path, int]:
+        """All files of the run that are there and their bytes, in an order in which they may be removed: what says more goes first."""
         documents = [self.manifest, self.job, self.stats, self.request, self.cancel]
         shards = [path for folder in (self._records, self._shards) for path in sorted(folder.glob("*")) if path != self._fingerprint]
-        return [path for path in [*documents, *shards, self._fingerprint] if path.is_file()]
+        return {path: path.stat().st_size for path in [*documents, *shards, *self.temporary(), self._fingerprint] if path.is_file()}

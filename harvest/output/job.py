@@ -1,6 +1,7 @@
 """job.json: the HarvestJob of a run, rewritten whole at each change of its state."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -8,8 +9,8 @@ import pydantic
 
 from harvest.contract import URL_LIFETIME, HarvestJob, HarvestResult, Timings, utc_now
 from harvest.errors import StorageError
-from harvest.output import durable
-from harvest.output.folder import Fingerprint, RunFolder
+from harvest.output.folder import RunFolder
+from harvest.output.record import Fingerprint
 
 
 class JobFile:
@@ -31,7 +32,7 @@ class JobFile:
         file = cls(folder, job)
         if previous is None:
             # Of several parts that begin at once one gives the run its ids.
-            if not durable.write_new(folder.job, job.to_json().encode()):
+            if not folder.write_new(folder.job, job.to_json().encode()):
                 file.refresh()
         elif is_shared:
             file.job = previous
@@ -62,18 +63,18 @@ class JobFile:
 
     def cancel(self) -> None:
         """The run was stopped. It is charged what it had reserved where it had started."""
-        self.refresh()
+        with contextlib.suppress(StorageError):
+            self.refresh()
         tokens = 0 if self.job.started_at is None else self.job.reserved_tokens
         self._end(status="cancelled", tokens=tokens, completed_at=utc_now())
 
     def _end(self, **fields: Any) -> None:
-        self.refresh()
-        if self.job.status == "done":
-            # Another process of the same run made it whole meanwhile.
-            return
         # The error that ended the run, such as a full disk, may stand in the way of saying so too; it must not be hidden by another.
         with contextlib.suppress(StorageError):
-            self._change(**fields)
+            self.refresh()
+            # Where it is done, another process of the same run made it whole meanwhile.
+            if self.job.status != "done":
+                self._change(**fields)
 
     def refresh(self) -> None:
         """The job as it is on disk: other processes of the run change it too."""
@@ -84,42 +85,41 @@ class JobFile:
         self._write()
 
     def _write(self) -> None:
-        durable.write_whole(self._folder.job, self.job.to_json().encode())
+        self._folder.write(self._folder.job, self.job.to_json().encode())
 
 
 def read_job(folder: RunFolder) -> HarvestJob | None:
     """The job in a folder, or None where there is none that can be read."""
     try:
-        return HarvestJob.model_validate_json(folder.job.read_bytes())
+        return HarvestJob.model_validate_json(folder.read(folder.job))
     except (OSError, pydantic.ValidationError):
         return None
 
 
-def finished_job(folder: RunFolder, fingerprint: Fingerprint) -> HarvestJob | None:
-    """The job of a finished run of this fingerprint, all of whose files are there, with fresh links; else None."""
+def finished_job(folder: RunFolder, fingerprint: Fingerprint, note: Callable[[str], None] = lambda _: None) -> HarvestJob | None:
+    """The job of a finished run of this fingerprint, all of whose files are there, with fresh links; else None.
+
+    note: told why the links end sooner than those of the API, where they do.
+    """
     job = read_job(folder)
-    if job is None or job.status != "done" or job.result is None or not (folder.manifest.exists() and folder.stats.exists()):
+    if job is None or job.status != "done" or job.result is None or not (folder.has(folder.manifest) and folder.has(folder.stats)):
         return None
     if not all(folder.is_there(index, fingerprint) for index in range(job.result.n_shards)):
         return None
-    return with_fresh_links(folder, job)
+    return with_fresh_links(folder, job, note)
 
 
-def with_fresh_links(folder: RunFolder, job: HarvestJob) -> HarvestJob:
-    """A done job with links to where its folder lies now, good for seven days from now, as each answer of the API has them."""
+def with_fresh_links(folder: RunFolder, job: HarvestJob, note: Callable[[str], None] = lambda _: None) -> HarvestJob:
+    """A done job with links to where its folder lies now, good for seven days from now, as each answer of the API has them.
+
+    note: told why they end sooner than that, where they do.
+    """
     if job.result is None:
         return job
-    links = make_links(folder, job.result.n_shards)
-    return job.model_copy(update={"result": job.result.model_copy(update=links), "urls_expire_at": utc_now() + URL_LIFETIME})
-
-
-def make_links(folder: RunFolder, n_shards: int) -> dict[str, Any]:
-    """The result's links to a run's files."""
-    return {
-        "manifest_url": folder.manifest.as_uri(),
-        "shard_urls": [folder.shard_file(index).as_uri() for index in range(n_shards)],
-        "stats_url": folder.stats.as_uri(),
-    }
+    links = folder.fresh_links(job.result.n_shards)
+    if links.sooner is not None:
+        note(links.sooner)
+    return job.model_copy(update={"result": job.result.model_copy(update=links.fields), "urls_expire_at": links.expire_at})
 
 
 def round_timings(load_s: float, forward_s: float, save_s: float, upload_s: float) -> Timings:

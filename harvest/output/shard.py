@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -191,8 +191,8 @@ class ShardFile:
         return _Encoded(self._layout.row_key(position, chunk), data, zlib.crc32(data), position, sums)
 
 
-def read_sums(path: Path, layout: ShardLayout) -> list[npt.NDArray[np.float64]]:
-    """A published shard's token_sum and token_sum_sq, float64 [L, W], token_norm_sum and token_count, float64 [L]."""
+def read_sums(source: Path | IO[bytes], layout: ShardLayout) -> list[npt.NDArray[np.float64]]:
+    """A published shard's token_sum and token_sum_sq, float64 [L, W], token_norm_sum and token_count, float64 [L]. Raises OSError."""
     n_layers = len(layout.layers)
     shapes: dict[str, tuple[int, ...]] = {
         "token_sum": (n_layers, layout.width),
@@ -200,5 +200,5 @@ def read_sums(path: Path, layout: ShardLayout) -> list[npt.NDArray[np.float64]]:
         "token_norm_sum": (n_layers,),
         "token_count": (n_layers,),
     }
-    with durable.storing(path), zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(source) as archive:
         return [np.frombuffer(archive.read(layout.small_key(name)), dtype="<f8").reshape(shape) for name, shape in shapes.items()]

@@ -24,8 +24,9 @@ import numpy.typing as npt
 
 from harvest.input.plan import Piece, Window
 from harvest.input.tokens import Tokens
-from harvest.output.folder import Fingerprint, RunFolder
+from harvest.output.folder import RunFolder
 from harvest.output.layout import ShardLayout
+from harvest.output.record import Fingerprint
 from harvest.output.shard import ShardFile
 
 # While one publisher waits for the disk to flush a shard, the other writes the next.
@@ -210,6 +211,7 @@ class Writers:
 
     def _open(self, piece: Piece) -> ShardFile:
         first, end = piece.shard.first, piece.shard.end
+        self._folder.make_room()
         return ShardFile(
             self._folder.shard(piece.shard.index),
             self._layout,

@@ -11,9 +11,10 @@ import pydantic
 from harvest.contract import HarvestJob, Manifest, ShardEntry
 from harvest.errors import RequestError
 from harvest.output import durable
-from harvest.output.folder import Record, RunFolder
+from harvest.output.folder import RunFolder
 from harvest.output.job import read_job
 from harvest.output.presence import live_claims
+from harvest.output.record import Record
 from harvest.reading.findings import Finding, differing
 from harvest.request import HarvestRequest
 from harvest.settings import Dtype

@@ -15,7 +15,8 @@ import safetensors.numpy
 
 from harvest.contract import Manifest
 from harvest.errors import NotARunError
-from harvest.output.folder import Record, RunFolder
+from harvest.output.folder import RunFolder
+from harvest.output.record import Record
 from harvest.progress import Reporter, Silent
 from harvest.reading import documents
 from harvest.reading.findings import Finding, guarded

@@ -12,8 +12,9 @@ import pytest
 from forked import Task, content, run, start, started, wait
 
 from harvest.output import durable
-from harvest.output.folder import Record, RunFolder
+from harvest.output.folder import RunFolder
 from harvest.output.presence import live_claims
+from harvest.output.record import Record
 from harvest.reading.verify import verify
 
 # What changes a folder, as the interpreter tells before it does so. A fsync is not told of, and so is counted by hand.

@@ -12,8 +12,9 @@ from harvest.errors import StorageError
 from harvest.input.plan import Plan, make_plan
 from harvest.input.tokens import Tokens
 from harvest.output import durable
-from harvest.output.folder import Record, RunFolder
+from harvest.output.folder import RunFolder
 from harvest.output.layout import ShardLayout
+from harvest.output.record import Record
 from harvest.output.shard import ShardFile
 from harvest.output.writers import WindowBuffers, Writers
 from harvest.reading.shard import open_shard
