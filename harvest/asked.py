@@ -10,7 +10,6 @@ from harvest.contract import HarvestJob
 from harvest.errors import ModelError, StorageError
 from harvest.model.revision import cached_commit
 from harvest.model.sources import Source, find_model
-from harvest.output import durable
 from harvest.output.folder import RunFolder
 from harvest.output.job import finished_job
 from harvest.request import HarvestRequest
@@ -37,7 +36,7 @@ def note_asked(folder: RunFolder, request: HarvestRequest, engine: Engine) -> No
     if digest is None or _read(folder) == digest:
         return
     try:
-        durable.write_whole(folder.asked, json.dumps({"asked": digest}).encode())
+        folder.write(folder.asked, json.dumps({"asked": digest}).encode())
     except StorageError:
         # A run on a read-only disk is found the longer way.
         return
@@ -99,6 +98,6 @@ def _files(folder: str, only: str | None = None) -> list[object]:
 
 def _read(folder: RunFolder) -> str | None:
     try:
-        return str(json.loads(folder.asked.read_bytes())["asked"])
+        return str(json.loads(folder.read(folder.asked))["asked"])
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -169,20 +169,30 @@ class Store:
         """
         size = path.stat().st_size
         part_bytes = max(_PART_BYTES, -(-size // _MOST_PARTS))
-        digests = _Digests()
+        digests, own_errors = _Digests(), []
 
         def parts() -> Iterator[bytes]:
-            with open(path, "rb") as file:
-                while block := file.read(part_bytes):
-                    check()
-                    digests.add(block)
-                    if file.tell() >= size and digests.sha256 != sha256:
-                        raise StorageError(f"{path}: its bytes have changed since they were written; run the same command again")
-                    yield block
+            try:
+                with open(path, "rb") as file:
+                    while block := file.read(part_bytes):
+                        check()
+                        digests.add(block)
+                        if file.tell() >= size and digests.sha256 != sha256:
+                            raise StorageError(f"{path}: its bytes have changed since they were written; run the same command again")
+                        yield block
+            except Exception as error:
+                own_errors.append(error)
+                raise
 
-        with self._asking(key):
-            multipart = size > part_bytes
-            self._store.put(key, parts(), use_multipart=multipart, chunk_size=part_bytes, max_concurrency=_PARTS_AT_ONCE)
+        try:
+            with self._asking(key):
+                multipart = size > part_bytes
+                self._store.put(key, parts(), use_multipart=multipart, chunk_size=part_bytes, max_concurrency=_PARTS_AT_ONCE)
+        except Exception:
+            # Parts that are there already are removed after an error; where that fails too, its error would hide the first.
+            if own_errors:
+                raise own_errors[0] from None
+            raise
         found = self.head(key)
         if found is None or found.size != size:
             raise StorageError(f"{self.link(key)}: the store does not hold what was uploaded; run the same command again")
