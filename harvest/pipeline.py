@@ -65,7 +65,7 @@ def run(
     share = rank.share(part)
     if overwrite and not share.is_whole:
         raise RequestError(f"overwrite: {share} would remove what the others write; start anew in one process, or remove the folder first")
-    named = None if out is None else open_folder(out)
+    named = None if out is None else open_folder(out, stop=stop)
     held = named.fingerprint() if named is not None and not overwrite and named.recorded() else None
     prepared = prepare(request, engine, reporter, stop, rank, held)
     stop.check()

@@ -1,13 +1,19 @@
 """A wish to stop, set from wherever it comes and looked at between batches: a signal, or another process's `harvest cancel`."""
 
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
 
 from harvest.errors import CancelledError, HarvestError, RequeuedError, TerminatedError
 
 GOES_ON = "the shards that were finished stay, and the same command goes on with the rest"
+
+T = TypeVar("T")
+_LOOK_EVERY_S = 0.1
 
 
 class StopFlag:
@@ -29,6 +35,28 @@ class StopFlag:
         """Raise the error of the stop, where one was asked for."""
         if self._error is not None:
             raise self._error
+
+
+def while_checking(check: Callable[[], None], call: Callable[[], T]) -> T:
+    """What a call answers that may take long outside of Python, where no signal is heard: in a thread, while this one calls `check`.
+
+    check: what it raises ends the waiting; the call is left alone then, and its answer lost. Signals are heard in the main thread alone,
+    so in another it is a call like any other.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="harvest-call", daemon=True).start()
+    while not wait([answer], _LOOK_EVERY_S).done:
+        check()
+    return answer.result()
 
 
 @contextmanager

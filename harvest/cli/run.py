@@ -101,7 +101,7 @@ def run(
                 click.echo(job.to_json())
                 return
             out = str(folder.path)
-        named = None if out is None else open_folder(out, stage, keep_local, RETRY_S if retry_s is None else retry_s)
+        named = None if out is None else open_folder(out, stage, keep_local, RETRY_S if retry_s is None else retry_s, stop)
         if not overwrite and (answer := find_answer(request, engine, named, root, reporter.note)):
             reporter.note("this run is finished already; nothing was done")
             click.echo(answer.to_json())

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from harvest.contract import URL_LIFETIME
-from harvest.errors import FolderError, NotARunError, StorageError
+from harvest.contract import URL_LIFETIME, utc_now
+from harvest.errors import FolderError, NotARunError, RequestError, StorageError
 from harvest.output import durable
 from harvest.output.credentials import end_of_link
 from harvest.output.folder import Links, RunFolder
@@ -33,20 +33,27 @@ _FOLDERS = ("records/", "shards/")
 
 
 def open_folder(
-    out: str | Path | RunFolder, stage: str | Path | None = None, keep_local: bool = False, retry_s: float = RETRY_S
+    out: str | Path | RunFolder,
+    stage: str | Path | None = None,
+    keep_local: bool = False,
+    retry_s: float = RETRY_S,
+    stop: StopFlag | None = None,
 ) -> RunFolder:
     """The run folder that a name stands for: a local one, or that of an object store's URL, which is looked at now.
 
     stage: where shards wait on their way to a store; by default a folder of the URL's own below harvest's cache.
     keep_local: they stay there once they are in the store.
     retry_s: how long a request that a store refuses or does not answer is tried again.
+    stop: what is asked of the store is given up once it is set.
     Raises FolderError where the store cannot be reached, or there is no such bucket, or it is not for these credentials.
     """
     if isinstance(out, RunFolder):
         return out
     if not is_url(out):
+        if isinstance(out, Path) and is_url(f"{out.parts[0]}//" if out.parts else ""):
+            raise RequestError(f"out: Path({str(out)!r}) was given; name a place in an object store as a str, since a Path drops a slash")
         return RunFolder(Path(out))
-    folder = StagedFolder(Store(str(out), retry_s), None if stage is None else Path(stage), keep_local)
+    folder = StagedFolder(Store(str(out), retry_s, stop), None if stage is None else Path(stage), keep_local)
     try:
         folder.refresh()
     except StorageError as error:
@@ -136,7 +143,9 @@ class StagedFolder(RunFolder):
 
     def remove(self, path: Path) -> None:
         """Remove a file of the run, here and from the store."""
-        self.store.delete(self._key(path))
+        # To delete what is not there takes the permission to delete too.
+        if self.has(path):
+            self.store.delete(self._key(path))
         self._objects.pop(self._key(path), None)
         if path.exists():
             durable.remove(path)
@@ -231,7 +240,11 @@ class StagedFolder(RunFolder):
     def fresh_links(self, n_shards: int) -> Links:
         """Signed links for seven days, or as long as the credentials last that sign them."""
         keys = [self.manifest.name, self.stats.name, *(self.shard_key(index) for index in range(n_shards))]
-        manifest, stats, *shards = self.store.sign(keys, URL_LIFETIME)
+        try:
+            manifest, stats, *shards = self.store.sign(keys, URL_LIFETIME)
+        except StorageError as error:
+            # As where a login of a person, and no key of an account, is what gives access.
+            return Links(self.links(n_shards), utc_now() + URL_LIFETIME, f"the links are not signed, and need credentials: {error}")
         end, sooner = end_of_link(manifest, URL_LIFETIME)
         return Links({"manifest_url": manifest, "shard_urls": shards, "stats_url": stats}, end, sooner)
 

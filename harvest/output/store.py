@@ -3,6 +3,7 @@
 What it is reached by (endpoint, region, credentials) comes from the environment, by each cloud's usual variables.
 """
 
+import functools
 import hashlib
 import io
 import re
@@ -11,14 +12,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from harvest.errors import RequestError, StorageError
 from harvest.output.credentials import client_options, credentials
+from harvest.output.objects import Digests, ObjectFile
 from harvest.output.store_errors import advice, first_words
+from harvest.stop import StopFlag, while_checking
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore, S3Store
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _URL = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]*)((?:/[^/]+)*)/?")
 # The least that S3 takes is 5 MiB, and 10,000 parts are the most.
@@ -27,7 +33,6 @@ _MOST_PARTS = 10_000
 # Parts of one file on their way at a time.
 _PARTS_AT_ONCE = 4
 _READ_BYTES = 32 << 20
-_TAIL_BYTES = 4 << 20
 # A request that has no answer by then is taken for lost: 16 parts at once come to 1.1 MB/s.
 _REQUEST_S = 120.0
 # So long a request is tried again before a run has begun, and after it has ended.
@@ -42,6 +47,16 @@ class Found:
     e_tag: str
 
 
+def _heeding_a_stop(method: Callable[Concatenate["Store", P], T]) -> Callable[Concatenate["Store", P], T]:
+    """A call that is given up soon once a stop is asked for."""
+
+    @functools.wraps(method)
+    def call(self: "Store", /, *arguments: P.args, **named: P.kwargs) -> T:
+        return while_checking(self.check_stop, functools.partial(method, self, *arguments, **named))
+
+    return call
+
+
 def is_url(name: object) -> bool:
     """Whether this names a place in an object store, and no folder."""
     return isinstance(name, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
@@ -50,7 +65,7 @@ def is_url(name: object) -> bool:
 class Store:
     """The objects below one URL, by their keys there."""
 
-    def __init__(self, url: str, retry_s: float) -> None:
+    def __init__(self, url: str, retry_s: float, stop: StopFlag | None = None) -> None:
         """retry_s: how long a request that fails is tried again. Raises RequestError; nothing is asked of the store yet."""
         match = _URL.fullmatch(url)
         if match is None or {".", ".."} & set(url.split("/")) or re.search(r"[?#\\\x00-\x1f]", url):
@@ -64,6 +79,7 @@ class Store:
         self.url = url.rstrip("/")
         self._scheme, self._bucket = match[1], match[2]
         self._retry_s = retry_s
+        self._stop: StopFlag | None = stop
         self._from_url: Any = obstore.store.from_url
         try:
             self._quick = self._store = self._connect(min(retry_s, _SHORT_S))
@@ -79,10 +95,18 @@ class Store:
         """From now on requests that fail are given up soon: the run has ended."""
         self._store = self._quick
 
+    def check_stop(self) -> None:
+        """Raise the stop that was asked for, the first time: what a run still says of its end must be heard."""
+        if self._stop is not None and self._stop.is_set:
+            stop, self._stop = self._stop, None
+            self.be_quick()
+            stop.check()
+
     def link(self, key: str) -> str:
         """The place of an object, which works only for who has credentials."""
         return f"{self.url}/{key}"
 
+    @_heeding_a_stop
     def list_below(self, folder: str) -> dict[str, Found]:
         """The objects below a folder by their keys."""
         found: dict[str, Found] = {}
@@ -91,12 +115,14 @@ class Store:
                 found.update((meta["path"], _found(meta)) for meta in chunk)
         return found
 
+    @_heeding_a_stop
     def list_top(self) -> set[str]:
         """The names of what lies directly below the URL: objects, and folders of them with a slash at their end."""
         with self._asking(""):
             listed = self._store.list_with_delimiter()
         return {meta["path"] for meta in listed["objects"]} | {f"{prefix}/" for prefix in listed["common_prefixes"]}
 
+    @_heeding_a_stop
     def head(self, key: str) -> Found | None:
         """An object, or None where there is none."""
         with self._asking(key):
@@ -105,6 +131,7 @@ class Store:
             except FileNotFoundError:
                 return None
 
+    @_heeding_a_stop
     def read(self, key: str) -> bytes | None:
         """A small object's bytes, or None where there is none."""
         with self._asking(key):
@@ -113,6 +140,7 @@ class Store:
             except FileNotFoundError:
                 return None
 
+    @_heeding_a_stop
     def read_range(self, key: str, start: int, stop: int) -> bytes:
         """Bytes of an object from `start` to `stop`."""
         with self._asking(key):
@@ -130,14 +158,16 @@ class Store:
 
     def open(self, key: str, size: int) -> IO[bytes]:
         """An object of so many bytes as a file."""
-        return io.BufferedReader(_ObjectFile(self, key, size))
+        return io.BufferedReader(ObjectFile(functools.partial(self.read_range, key), size))
 
+    @_heeding_a_stop
     def write(self, key: str, data: bytes) -> Found:
         """Write or replace a small object."""
         with self._asking(key):
             answer = self._store.put(key, data, use_multipart=False)
         return Found(len(data), _plain(answer["e_tag"]))
 
+    @_heeding_a_stop
     def write_new(self, key: str, data: bytes) -> bool:
         """Write a small object where there is none; answers whether it did. Of two writers only one does, where the store sees to that."""
         from obstore.exceptions import AlreadyExistsError
@@ -151,6 +181,7 @@ class Store:
                 return False
         return True
 
+    @_heeding_a_stop
     def delete(self, key: str) -> None:
         """Remove an object, if it is there."""
         with self._asking(key):
@@ -169,7 +200,7 @@ class Store:
         """
         size = path.stat().st_size
         part_bytes = max(_PART_BYTES, -(-size // _MOST_PARTS))
-        digests, own_errors = _Digests(), []
+        digests, own_errors = Digests(), []
 
         def parts() -> Iterator[bytes]:
             try:
@@ -235,61 +266,6 @@ class Store:
             # What is still to be said to it when a run ends must not take as long again.
             self._store = self._quick
             raise StorageError(f"{self.link(key).rstrip('/')}: {advice(text, self._bucket)} ({first_words(text)})") from error
-
-
-class _ObjectFile(io.RawIOBase):
-    """An object as a file that is read from anywhere: its end comes with the first read, since what is asked for mostly stands there."""
-
-    def __init__(self, store: Store, key: str, size: int) -> None:
-        self._store, self._key, self._size = store, key, size
-        self._at = 0
-        self._start, self._data = size, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        if self._at >= self._size:
-            return 0
-        if not self._start <= self._at < self._start + len(self._data):
-            self._start = self._at if self._data else min(self._at, max(self._size - _TAIL_BYTES, 0))
-            self._data = self._store.read_range(self._key, self._start, min(self._start + _TAIL_BYTES, self._size))
-        piece = self._data[self._at - self._start :][: len(buffer)]
-        buffer[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
-
-
-class _Digests:
-    """Of bytes that go by in parts: the SHA-256 of all, and the ETags that S3 gives them, uploaded in one piece or in these parts."""
-
-    def __init__(self) -> None:
-        self._sha256, self._md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
-        self._parts: list[bytes] = []
-
-    def add(self, block: bytes) -> None:
-        self._sha256.update(block)
-        self._md5.update(block)
-        self._parts.append(hashlib.md5(block, usedforsecurity=False).digest())
-
-    @property
-    def sha256(self) -> str:
-        return self._sha256.hexdigest()
-
-    @property
-    def e_tags(self) -> tuple[str, str]:
-        of_parts = hashlib.md5(b"".join(self._parts), usedforsecurity=False).hexdigest()
-        return self._md5.hexdigest(), f"{of_parts}-{len(self._parts)}"
 
 
 def _found(meta: Any) -> Found:

@@ -15,7 +15,7 @@ _ADVICE: Sequence[tuple[tuple[str, ...], str]] = (
         ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed", "401 Unauthorized"),
         "the credentials are not those of the store; see AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN",
     ),
-    (("403 Forbidden", "PermissionDenied"), "the credentials are not allowed to do this; they must list, read, write and delete there"),
+    (("403 Forbidden", "PermissionDenied"), "the credentials are not allowed to do this; they must list, read and write there"),
     (
         ("301 Moved", "PermanentRedirect", "AuthorizationHeaderMalformed", "region"),
         "the bucket lies in another region; set AWS_REGION to it",

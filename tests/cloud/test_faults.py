@@ -124,16 +124,20 @@ def command(url: str, *options: str) -> list[str]:
     return [sys.executable, "-m", "harvest", *run, *options]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code", "silent"),
+    [(signal.SIGTERM, 143, "/shards/shard_0000[^0]"), (signal.SIGINT, 130, "/shards/shard_0000[^0]"), (signal.SIGTERM, 143, "/stats")],
+)
 def test_a_signal_while_the_store_is_silent_ends_the_run_within_seconds(
-    number: signal.Signals, code: int, proxy: Proxy, rclone: Server, tmp_path: Path
+    number: signal.Signals, code: int, silent: str, proxy: Proxy, rclone: Server, tmp_path: Path
 ) -> None:
-    url = f"s3://bucket/{number.name.lower()}"
-    proxy.fault = lambda asked: Fault(hangs=True) if re.search("PUT.*/shards/shard_0000[^0]", asked) else Fault()
+    name = f"{number.name}-{silent[1:6]}"
+    url = f"s3://bucket/{name}"
+    proxy.fault = lambda asked: Fault(hangs=True) if re.search(f"PUT.*{silent}", asked) else Fault()
     process = subprocess.Popen(command(url), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: len(proxy.writes("/shards/")) >= 5)
-        wait_for(lambda: "records/shard_00000.json" in rclone.files(number.name.lower()))
+        wait_for(lambda: [asked for asked in proxy.writes() if re.search(silent, asked)])
+        wait_for(lambda: "records/shard_00000.json" in rclone.files(name))
         process.send_signal(number)
         sent = time.monotonic()
         _, said = process.communicate(timeout=60)
@@ -143,8 +147,7 @@ def test_a_signal_while_the_store_is_silent_ends_the_run_within_seconds(
     assert process.returncode == code, said
     assert "of 10 shards are finished" in said
     assert "Traceback" not in said
-    files = rclone.files(number.name.lower())
-    assert HarvestJob.model_validate_json(files["job.json"]).status == "cancelled"
+    assert HarvestJob.model_validate_json(rclone.files(name)["job.json"]).status == "cancelled"
     proxy.fault = lambda _asked: Fault()
     assert harvest.run(tiny_request(read_96(), shard_size=10), url).status == "done"
     assert not shards_here(tmp_path)

@@ -14,6 +14,7 @@ import pytest
 from cloud.conftest import KEY, SECRET, Server
 from cloud.proxy import Fault, Proxy
 from harvest.errors import StorageError
+from harvest.output import objects
 from harvest.output import store as store_module
 from harvest.output.credentials import client_options, credentials, end_of_link
 from harvest.output.store import Found, Store
@@ -57,7 +58,7 @@ def test_a_large_file_goes_up_in_parts_and_comes_back(server: Server, file: Path
 
 
 def test_an_object_reads_as_a_file(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_TAIL_BYTES", 1000)
+    monkeypatch.setattr(objects, "_TAIL_BYTES", 1000)
     with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
         for number in range(50):
             archive.writestr(f"entry {number}", os.urandom(200))
