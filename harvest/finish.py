@@ -1,7 +1,8 @@
 """The documents that make a run whole: stats, manifest and the done job, written by whoever finds the last record there."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -111,7 +112,14 @@ def _add_up(folder: RunFolder, prepared: Prepared) -> RunStats:
         with folder.open_shard(index) as file:
             return read_sums(file, prepared.layout)
 
-    return combine(read(shard.index) for shard in prepared.plan.shards)
+    def read_all(pool: ThreadPoolExecutor) -> Iterator[list[npt.NDArray[np.float64]]]:
+        # A few ahead: the sums of a long run need not all be in memory.
+        indexes = [shard.index for shard in prepared.plan.shards]
+        for first in range(0, len(indexes), folder.readers):
+            yield from pool.map(read, indexes[first : first + folder.readers])
+
+    with ThreadPoolExecutor(folder.readers) as pool:
+        return combine(read_all(pool))
 
 
 def _write_manifest(

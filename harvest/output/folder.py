@@ -37,6 +37,8 @@ class RunFolder:
     most_shards: int | None = None
     # Of its shards a note says that they are there.
     where = "on disk"
+    # So many of its shards are read side by side.
+    readers = 1
     # Whoever waits for its job to change looks so often.
     look_every_s = 0.1
 

@@ -5,7 +5,9 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-_TAIL_BYTES = 4 << 20
+# Read at once: from the end of a file, where a ZIP file's directory stands, less of one that is small.
+_READ_BYTES = 4 << 20
+_SHORTEST_TAIL = 64 << 10
 
 
 class ObjectFile(io.RawIOBase):
@@ -34,8 +36,9 @@ class ObjectFile(io.RawIOBase):
         if self._at >= self._size:
             return 0
         if not self._start <= self._at < self._start + len(self._data):
-            self._start = self._at if self._data else min(self._at, max(self._size - _TAIL_BYTES, 0))
-            self._data = self._read_range(self._start, min(self._start + _TAIL_BYTES, self._size))
+            tail_bytes = min(max(self._size // 128, _SHORTEST_TAIL), _READ_BYTES)
+            self._start = self._at if self._data else min(self._at, max(self._size - tail_bytes, 0))
+            self._data = self._read_range(self._start, min(self._start + _READ_BYTES, self._size))
         piece = self._data[self._at - self._start :][: len(buffer)]
         buffer[: len(piece)] = piece
         self._at += len(piece)

@@ -27,8 +27,6 @@ from harvest.settings import cache_folder
 from harvest.stop import StopFlag
 
 RETRY_S = 180.0
-# Records are small, and of many shards: they are fetched side by side.
-_READERS = 16
 _FOLDERS = ("records/", "shards/")
 
 
@@ -66,6 +64,7 @@ class StagedFolder(RunFolder):
     """The folder of a run below an object store's URL."""
 
     where = "in the store or on their way"
+    readers = 16
     look_every_s = 2.0
 
     def __init__(self, store: Store, stage: Path | None, keep_local: bool) -> None:
@@ -271,7 +270,7 @@ class StagedFolder(RunFolder):
     def _stored(self, index: int) -> Record | None:
         """The record of a shard that the store holds, by its size and its ETag, as the record says."""
         if self._known is None:
-            with ThreadPoolExecutor(_READERS) as pool:
+            with ThreadPoolExecutor(self.readers) as pool:
                 found = pool.map(self._find_record, self._listed())
             self._known = {record.shard: record for record in found if record is not None}
         return self._known.get(index)

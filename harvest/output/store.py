@@ -231,6 +231,7 @@ class Store:
             raise StorageError(f"{self.link(key)}: the store answers other bytes than were uploaded; run the same command again")
         return found
 
+    @_heeding_a_stop
     def sign(self, keys: list[str], lifetime: timedelta) -> list[str]:
         """Links to objects that anybody can read them by."""
         import obstore

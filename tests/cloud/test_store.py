@@ -17,6 +17,7 @@ from harvest.errors import StorageError
 from harvest.output import objects
 from harvest.output import store as store_module
 from harvest.output.credentials import client_options, credentials, end_of_link
+from harvest.output.staged import StagedFolder
 from harvest.output.store import Found, Store
 
 pytest.importorskip("obstore")
@@ -58,7 +59,8 @@ def test_a_large_file_goes_up_in_parts_and_comes_back(server: Server, file: Path
 
 
 def test_an_object_reads_as_a_file(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_TAIL_BYTES", 1000)
+    monkeypatch.setattr(objects, "_READ_BYTES", 1000)
+    monkeypatch.setattr(objects, "_SHORTEST_TAIL", 100)
     with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
         for number in range(50):
             archive.writestr(f"entry {number}", os.urandom(200))
@@ -133,6 +135,15 @@ def test_an_object_of_another_size_is_an_error(proxy: Proxy, tmp_path: Path, mon
     )
     with pytest.raises(StorageError, match="does not hold what was uploaded"):
         Store("s3://bucket/size", 5).upload("a", tmp_path / "small", sha256(tmp_path / "small"), nothing)
+
+
+def test_links_that_cannot_be_signed_are_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=2022-11-02&sig=abc")
+    links = StagedFolder(Store("az://container/run", 1), None, False).fresh_links(1)
+    assert links.sooner is not None
+    assert re.match("the links are not signed, and need credentials: .*SAS tokens auth is not supported", links.sooner)
+    assert links.fields["shard_urls"] == ["az://container/run/shards/shard_00000.zarr.zip"]
 
 
 def test_the_profile_of_amazons_files_is_used_where_no_variable_says_it(
