@@ -21,7 +21,7 @@ def read_blocks(shard: Shard, positions: Sequence[int]) -> Iterator[tuple[int, t
 
     positions: on the shard's layer axis. A block has at most one chunk of each layer, 128 MiB of up to 128 layers.
     """
-    step = _chunk_tokens(shard)
+    step = chunk_tokens(shard.layers, shard.width, shard.dtype, shard.n_tokens)
     for start in range(0, shard.n_tokens, step):
         stop = min(start + step, shard.n_tokens)
         yield start, torch.stack([shard.layer(position, start, stop) for position in positions])
@@ -34,9 +34,9 @@ def widened(rows_TW: torch.Tensor) -> Iterator[tuple[int, npt.NDArray[np.float64
         yield start, rows_TW[start : start + step].double().numpy()
 
 
-def _chunk_tokens(shard: Shard) -> int:
-    """Tokens of a chunk. A safetensors file has none, and is read in blocks of the same size."""
-    store_dtype = str(shard.dtype).removeprefix("torch.")
+def chunk_tokens(layers: Sequence[int], width: int, dtype: torch.dtype, n_tokens: int) -> int:
+    """Tokens of a chunk, in a shard of so many tokens. A safetensors file has no chunks, and is read in blocks of the same size."""
+    store_dtype = str(dtype).removeprefix("torch.")
     # The array's name and the codec have no say in it.
-    layout = ShardLayout("activations", tuple(shard.layers), shard.width, store_dtype, "none", {})  # type: ignore[arg-type]
-    return layout.chunk_tokens(shard.n_tokens)
+    layout = ShardLayout("activations", tuple(layers), width, store_dtype, "none", {})  # type: ignore[arg-type]
+    return layout.chunk_tokens(n_tokens)
