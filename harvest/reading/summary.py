@@ -126,7 +126,7 @@ def _of_whole(path: str, folder: RunFolder, manifest: Manifest, job: HarvestJob 
     return Summary(
         folder=path,
         state=job.status if job else "done",
-        error=None if len(there) == len(files) else f"{len(files) - len(there)} shard files are missing; harvest verify names them",
+        error=None if len(there) == len(files) else _missing(len(files) - len(there)),
         model=manifest.model_id,
         repository=manifest.hf_repo,
         revision=model.get("revision"),
@@ -178,6 +178,10 @@ def _of_unfinished(path: str, folder: RunFolder, job: HarvestJob) -> Summary:
         stored_bytes=sum(record.bytes for record in records),
         **_times(job),
     )
+
+
+def _missing(n: int) -> str:
+    return f"{n} shard {'file is' if n == 1 else 'files are'} missing; harvest verify says which"
 
 
 def _times(job: HarvestJob | None) -> dict[str, Any]:
@@ -254,8 +258,8 @@ def _norm_lines(summary: Summary) -> Iterator[str]:
 
 def spread(n: int, n_shown: int) -> list[int]:
     """Places of at most so many of n things, the first and the last among them, spread evenly."""
-    if n <= n_shown:
-        return list(range(n))
+    if n <= n_shown or n_shown < 2:
+        return list(range(min(n, n_shown)))
     return [round(place * (n - 1) / (n_shown - 1)) for place in range(n_shown)]
 
 

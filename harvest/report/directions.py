@@ -7,7 +7,7 @@ from harvest.reading.summary import ranges, spread
 from harvest.report import plots
 from harvest.report.drawing import number
 from harvest.report.markup import Html, details, figure, grid, join, paragraph, table, text
-from harvest.report.measures import LayerMeasures, Measures
+from harvest.report.measures import NOTHING_COUNTED, LayerMeasures, Measures
 from harvest.report.strongest import RADIUS, Context, Token, read_contexts
 from harvest.report.token_texts import TokenTexts
 
@@ -26,6 +26,8 @@ def make_directions(run: Run, measures: Measures) -> Html:
     n_shown = min(run.width, MAX_DIRECTIONS)
     n_layers = max(1, min(_MAX_LAYERS, _MAX_CONTEXTS // (2 * N_STRONGEST * n_shown)))
     layers = [measures.layers[place] for place in _last_first(len(measures.layers), n_layers)]
+    if not any(layer.n_counted for layer in measures.layers):
+        return paragraph(text(NOTHING_COUNTED))
     texts = TokenTexts(run)
     contexts = {layer.layer: read_contexts(run, layer.layer, _tokens(layer, n_shown)) for layer in layers}
     parts = [paragraph(text(_introduction(run, [layer.layer for layer in layers], measures)))]

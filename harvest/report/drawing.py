@@ -88,8 +88,9 @@ def plain_ticks(axes: Axes, *, is_log: bool = False) -> None:
     if is_log:
         axes.set_yscale("log")
         low, high = axes.get_ylim()
-        # One number a decade is enough where there are several of them.
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 100 else (1.0, 2.0, 5.0)))
+        # The more decades, the fewer numbers in each.
+        subs = (1.0,) if high / low > 1000 else (1.0, 3.0) if high / low > 30 else (1.0, 2.0, 5.0)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs))
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
 

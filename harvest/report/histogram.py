@@ -30,9 +30,9 @@ class Histogram:
             return
         self._widen(np.maximum(np.frexp(np.abs(rows_TW).max(axis=0))[1], _SMALLEST))
         reach_W = np.ldexp(1.0, self._exponent_W)
-        # A value is below R in size, or its exponent would be another: so the number is one of 0 to N - 1.
-        bin_TW = np.floor((rows_TW / reach_W + 1) * (N_BINS // 2)).astype(np.int64)
-        np.clip(bin_TW, 0, N_BINS - 1, out=bin_TW)
+        # A value is below R in size, or its exponent would be another: so the number is one of 0 to N - 1. A sum before the floor would
+        # round the smallest of the negative ones up to zero.
+        bin_TW = np.floor(rows_TW / reach_W * (N_BINS // 2)).astype(np.int64) + N_BINS // 2
         flat = (bin_TW + np.arange(rows_TW.shape[1]) * N_BINS).ravel()
         self.counts_WN += np.bincount(flat, minlength=self.counts_WN.size).reshape(self.counts_WN.shape)
 

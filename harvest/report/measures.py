@@ -23,6 +23,7 @@ _BINS_AN_OCTAVE = 8
 # So many shards at least are part of a sample, so that a few long stretches of prompts do not stand for all.
 _SAMPLED_SHARDS = 16
 SEED = 0
+NOTHING_COUNTED = "There is no token to say something of: each prompt has its first token alone, or values that are not finite."
 _SMALLEST_NORM = 2.0**-15
 
 

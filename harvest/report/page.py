@@ -4,7 +4,6 @@ It takes no script and fetches nothing, and says so to the browser: whatever sta
 """
 
 import importlib.resources
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,17 +14,14 @@ from harvest.progress import size
 from harvest.reading.run import Run
 from harvest.reading.summary import Summary, ranges
 from harvest.report import plots
-from harvest.report.drawing import number
 from harvest.report.markup import Html, details, facts, figure, grid, join, paragraph, section, table, text, tiles
-from harvest.report.measures import SEED, LayerMeasures, Measures
+from harvest.report.measures import SEED, Measures
+from harvest.report.stream import make_dimensions, make_norms
 
 # Of lists that may be long.
 _MAX_PROMPTS = 12
 _MAX_SHARDS = 64
 _BEGINNING = 90
-_TOP_DIMENSIONS = (1, 5, 10, 50)
-_OUTLIER_ROWS = 10
-_FIRST_LEFT_OUT = "First tokens left out."
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ def make_page(report: Report) -> str:
     """The whole page, as HTML."""
     parts = [("overview", "Overview", _overview(report))]
     if report.directions is None:
-        parts += [("norms", "Norms", _norms(report)), ("dimensions", "Dimensions", _dimensions(report.measures))]
+        parts += [("norms", "Norms", make_norms(report.measures)), ("dimensions", "Dimensions", make_dimensions(report.measures))]
     else:
         parts += [("directions", "Directions", iter([report.directions]))]
     parts += [("prompts", "Prompts", _prompts(report)), ("files", "Files and time", _files(report))]
@@ -109,93 +105,6 @@ def _overview(report: Report) -> Iterator[Html]:
     )
 
 
-def _norms(report: Report) -> Iterator[Html]:
-    measures = report.measures
-    yield paragraph(
-        text(
-            "The length (L2 norm) of a token's residual stream. The first token of a prompt is an attention sink in most models, and its "
-            "norm would swamp the others: it is left out of every mean here unless it stands by itself."
-        )
-    )
-    shown = plots.shown_layers(measures.layers)
-    yield grid(
-        [
-            figure(
-                "By layer",
-                plots.norms_by_layer(measures),
-                "The band holds nine tokens in ten: from the 5th to the 95th percentile of their norms.",
-                [("accent", "mean"), ("warm", "first tokens alone")],
-            ),
-            figure(
-                "By position",
-                plots.norms_by_position(measures),
-                "Position 0 is the first token. Later positions are averaged in steps of growing width.",
-                [(colour, f"layer {layer.layer}") for colour, layer in shown],
-            ),
-        ]
-    )
-    rows = [
-        (one.layer, *map(_known, (one.mean_norm, one.std_norm, one.low_norm, one.high_norm, one.start_norm)))
-        if one.n_counted
-        else (one.layer, "-", "-", "-", "-", _known(one.start_norm))
-        for one in measures.layers
-    ]
-    yield details(
-        "Numbers by layer", table(["layer", "mean norm", "standard deviation", "5th percentile", "95th percentile", "first tokens"], rows)
-    )
-    edges = measures.position_edges
-    bins = [str(low) if high - low == 1 else f"{low}-{high - 1}" for low, high in itertools.pairwise(edges.tolist())]
-    rows_P = [[name, *(_known(layer.position_norm_P[place]) for _, layer in shown)] for place, name in enumerate(bins)]
-    yield details("Numbers by position", table(["position", *(f"layer {layer.layer}" for _, layer in shown)], rows_P))
-
-
-def _dimensions(measures: Measures) -> Iterator[Html]:
-    layers = [one.layer for one in measures.layers]
-    width = len(measures.layers[0].variance_W)
-    counts = [count for count in _TOP_DIMENSIONS if count < width]
-    shares = {count: [_top_share(one, count) for one in measures.layers] for count in counts}
-    ratio_LW = np.stack([one.mean_abs_W / (np.median(one.mean_abs_W) or 1) for one in measures.layers])
-    top = np.argsort(-ratio_LW.max(axis=0), kind="stable")[:_OUTLIER_ROWS]
-    drawn = top[: plots.MAX_LINES]
-    yield paragraph(
-        text(
-            "Dimensions of the stream as the model has them, without a change of basis. A few of them are much larger than the rest in "
-            "most models; what is measured by length or by mean squared error is then mostly about these. " + _FIRST_LEFT_OUT
-        )
-    )
-    yield grid(
-        [
-            figure(
-                "Share of variance in the top dimensions",
-                plots.variance_shares(layers, shares),
-                f"The variances of the dimensions with the most, over the sum of all {width:,}.",
-                [(f"kind{place}", f"top {count}" if count > 1 else "the first") for place, count in enumerate(counts, 1)],
-            ),
-            figure(
-                "Outlier dimensions",
-                plots.outlier_ratios(layers, {int(dimension): ratio_LW[:, dimension].tolist() for dimension in drawn}),
-                "A dimension's mean absolute value over that of the layer's median dimension.",
-                [(f"kind{place}", f"dimension {dimension}") for place, dimension in enumerate(drawn, 1)],
-            ),
-        ]
-    )
-    best_L = ratio_LW.argmax(axis=0)
-    rows = [
-        (
-            dimension,
-            number(ratio_LW[best_L[dimension], dimension]),
-            layers[best_L[dimension]],
-            number(measures.layers[best_L[dimension]].mean_abs_W[dimension]),
-            number(measures.layers[best_L[dimension]].mean_W[dimension]),
-        )
-        for dimension in top.tolist()
-    ]
-    yield Html("<h3>The largest dimensions</h3>")
-    yield table(["dimension", "largest ratio", "in layer", "mean absolute value there", "mean there"], rows)
-    by_layer = [(layer, *(f"{shares[count][place]:.1%}" for count in counts)) for place, layer in enumerate(layers)]
-    yield details("Share of variance by layer", table(["layer", *(f"top {count}" for count in counts)], by_layer))
-
-
 def _prompts(report: Report) -> Iterator[Html]:
     run, summary = report.run, report.summary
     lengths = [tensor.shape[0] for entry in run.manifest.shards for tensor in entry.tensors if len(tensor.shape) == 1]
@@ -210,7 +119,7 @@ def _prompts(report: Report) -> Iterator[Html]:
             ("one in ten", f"over {ninth:,.0f}"),
             ("longest", f"{summary.longest:,} tokens"),
             ("cut", _counted(summary.n_cut)),
-            ("doubled", _counted(summary.n_doubled, "two start tokens in front")),
+            ("doubled", _counted(summary.n_doubled, "with two start tokens")),
             ("not finite", "; ".join(f"{count:,} tokens in layer {layer}" for layer, count in nonfinite.items()) or "no token"),
         ]
     )
@@ -274,17 +183,14 @@ def _layers(measures: Measures) -> str:
     return f"layer {layers[0]}" if len(layers) == 1 else f"layers {ranges(layers)}"
 
 
-def _top_share(layer: LayerMeasures, count: int) -> float:
-    total = float(layer.variance_W.sum())
-    return float(np.sort(layer.variance_W)[-count:].sum()) / total if total else 0.0
-
-
-def _known(value: float) -> str:
-    return number(value) if np.isfinite(value) else "-"
-
-
 def _counted(count: int | None, what: str = "to the context") -> str:
-    return "the manifest does not say" if count is None else f"{count:,} prompts {what}" if count else "no prompt"
+    return (
+        "the manifest does not say"
+        if count is None
+        else f"{count:,} {'prompt' if count == 1 else 'prompts'} {what}"
+        if count
+        else "no prompt"
+    )
 
 
 def _beginning(prompt: str) -> str:

@@ -3,6 +3,7 @@
 Shapes: L layers, P bins of positions, W values a token.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ MAX_LINES = 5
 # Up to so many layers each has a dot: more would be a string of pearls.
 _DOTS = 16
 _SMALL_HEIGHT = 150
+_DIRECTION_HEIGHT = 190
 _BARS = 60
 # The share of the values at either end that lies beyond a histogram's axis.
 _TAIL = 0.001
@@ -132,13 +134,16 @@ def timings(seconds: dict[str, float]) -> str:
 
 def direction_histogram(direction: int, layers: Sequence[LayerMeasures]) -> str:
     """How the tokens' values along a direction are spread, a line for each of a few layers."""
-    shown = [(colour, layer.histogram) for colour, layer in shown_layers(layers) if layer.histogram is not None]
-    spans = [_span(histogram, direction) for _, histogram in shown if histogram.counts_WN[direction].any()]
+    shown = [(colour, layer.histogram) for colour, layer in shown_layers(layers) if layer.histogram is not None and layer.n_counted]
+    spans = [_span(histogram, direction) for _, histogram in shown]
     low, high = min((low for low, _ in spans), default=-1.0), max((high for _, high in spans), default=1.0)
+    # A power of two, so that a bar is so many whole bins; and the same for all layers, so that their heights compare.
+    widths = [np.diff(histogram.edges(direction)[:2]).item() for _, histogram in shown]
+    width = 2.0 ** math.ceil(math.log2(max([(high - low) / _BARS, *widths])))
 
     def paint(axes: Axes) -> None:
         for colour, histogram in shown:
-            edges, share = _rebinned(histogram, direction, low, high)
+            edges, share = _bars(histogram, direction, low, high, width)
             axes.stairs(share, edges, color=COLOURS[colour], linewidth=1.4)
         axes.set_xlim(low, high)
         axes.set_ylim(bottom=0)
@@ -149,7 +154,7 @@ def direction_histogram(direction: int, layers: Sequence[LayerMeasures]) -> str:
         axes.set_xlabel("value along the direction")
 
     text = f"Distribution of direction {direction}, from {number(low)} to {number(high)}, a line for each of a few layers."
-    return draw(f"direction-{direction}", text, paint, 190)
+    return draw(f"direction-{direction}", text, paint, _DIRECTION_HEIGHT)
 
 
 def _span(histogram: Histogram, direction: int) -> tuple[float, float]:
@@ -160,17 +165,16 @@ def _span(histogram: Histogram, direction: int) -> tuple[float, float]:
     return float(edges[first]), float(edges[min(last + 1, len(edges) - 1)])
 
 
-def _rebinned(histogram: Histogram, direction: int, low: float, high: float) -> tuple[_Floats, _Floats]:
-    """The edges of a few wide bins from low to high, and the percentage of all values that each holds: whole bins of the histogram."""
+def _bars(histogram: Histogram, direction: int, low: float, high: float, width: float) -> tuple[_Floats, _Floats]:
+    """The edges of bars that reach from low to high, and the percentage of all values in each: whole bins of the histogram."""
     counts, edges = histogram.counts_WN[direction], histogram.edges(direction)
-    width = edges[1] - edges[0]
-    step = max(1, round((high - low) / _BARS / width))
-    first = int(np.floor((low - edges[0]) / width))
-    n_bars = max(1, int(np.ceil((high - edges[0]) / width - first) / step + 1))
-    wide_edges = edges[0] + width * (first + step * np.arange(n_bars + 1))
-    place = (np.arange(len(counts)) - first) // step
+    first = int(np.floor(low / width))
+    n_bars = max(int(np.ceil(high / width)) - first, 1)
+    place = np.floor((edges[:-1] + edges[1:]) / 2 / width).astype(np.int64) - first
     is_inside = (place >= 0) & (place < n_bars)
-    return wide_edges, np.bincount(place[is_inside], counts[is_inside], n_bars) / max(counts.sum(), 1) * 100
+    share: _Floats = np.bincount(place[is_inside], counts[is_inside], n_bars) / counts.sum() * 100
+    edges_of_bars = np.arange(first, first + n_bars + 1, dtype=np.float64) * width
+    return edges_of_bars, share
 
 
 def _line(axes: Axes, x: Sequence[float] | _Floats, y: _Floats, colour: str) -> None:

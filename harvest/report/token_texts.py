@@ -1,5 +1,6 @@
 """The text of each token of a run, by its model's tokenizer where that is on this machine."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,14 +57,17 @@ class TokenTexts:
 def _find_tokenizer(run: Run) -> Any:
     """By the name that the run's user wrote, or by the place where the model was found then. Raises ModelError."""
     manifest = run.manifest
-    try:
-        source = find_model(manifest.model_id)
-    except ModelError:
-        source = find_model(manifest.hf_repo)
-    revision = (manifest.local or {}).get("model", {}).get("revision")
-    if revision and not source.is_local and not source.is_tiny:
-        source = replace(source, revision=revision)
-    return load_tokenizer(source)
+    commit = (manifest.local or {}).get("model", {}).get("revision", "")
+    names = dict.fromkeys((manifest.model_id, manifest.hf_repo))
+    for name in names:
+        try:
+            source = find_model(name)
+            is_commit = not source.is_local and re.fullmatch(r"[0-9a-f]{40}", commit) is not None
+            return load_tokenizer(replace(source, revision=commit) if is_commit else source)
+        except ModelError:
+            if name == list(names)[-1]:
+                raise
+    raise AssertionError("a manifest names its model")
 
 
 def _reads_alike(tokenizer: Any, run: Run, prompt: int) -> bool:
