@@ -44,7 +44,8 @@ def chromium() -> Iterator[Chromium]:
 @pytest.fixture(scope="session")
 def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of all layers of tiny on HOSTILE, two of them cut to the context. Not to be written to."""
-    folder = tmp_path_factory.mktemp("hostile") / "run"
+    # A name with no place to break a line at.
+    folder = tmp_path_factory.mktemp("hostile") / ("run" * 40)
     harvest.run(tiny_request(HOSTILE, shard_size=4), folder, harvest.Engine(context_length=CONTEXT_LENGTH))
     return folder
 

@@ -1,8 +1,14 @@
 """Token ids to texts, by the tokenizer of the run's model where it is on this machine, and only where it is the right one."""
 
+import http.server
 import json
+import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +19,6 @@ from conftest import LLAMA_LIKE, TEXTS
 
 import harvest
 from harvest.report.token_texts import TokenTexts
-from harvest.report.write import write_report
 
 
 def test_bytes_of_one_letter_stand_together(tiny_run: Path) -> None:
@@ -77,12 +82,44 @@ def test_another_tokenizer_is_not_believed(change: str, tiny_run: Path, smollm2:
     assert "gives other ids" in texts.note
 
 
-def test_nothing_is_fetched_for_a_model_of_the_hub(projected_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # With the hub allowed, a look-up would go out; only files that are here may be read.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+def test_nothing_is_fetched_for_a_model_of_the_hub(projected_run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(projected_run, tmp_path / "run")
     manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     manifest["model_id"] = manifest["hf_repo"] = "nobody/has-this"
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    page = write_report(folder, tmp_path / "page.html").read_text()
+    # A hub that may be asked, and that would count it.
+    with counting_server() as (address, asked):
+        environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf")}
+        words = [sys.executable, "-m", "harvest", "report", "--quiet", folder, "--out", tmp_path / "page.html"]
+        subprocess.run(words, check=True, capture_output=True, env=environment)
+        assert asked == []
+        code = "import sys; from harvest.report.write import write_report; write_report(*sys.argv[1:])"
+        subprocess.run([sys.executable, "-c", code, folder, tmp_path / "page.html"], check=True, capture_output=True, env=environment)
+        # Whatever else the hub's library asks for when it is not told to be offline.
+        assert not [path for path in asked if "has-this" in path]
+    page = (tmp_path / "page.html").read_text()
     assert "Tokens are shown by their ids: the tokenizer of nobody/has-this is not on this machine" in page
+
+
+@contextmanager
+def counting_server() -> Iterator[tuple[str, list[str]]]:
+    """The address of a server on loopback that has nothing, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *values: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
