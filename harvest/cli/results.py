@@ -120,7 +120,6 @@ def report(folder: str, out: str, layers: str | None, read_all: bool, quiet: boo
 
     For projections: how each direction is spread, and its strongest tokens in their text. Needs matplotlib: pip install 'harvest[report]'.
     """
-    quiet_libraries()
     # A report takes what is on this machine. Even for a tokenizer that it has, the hub's library would ask the hub for things of its own.
     os.environ["HF_HUB_OFFLINE"] = "1"
     from harvest.progress import ReadingReporter, Silent
