@@ -187,7 +187,11 @@ class Run:
 
     def shard(self, index: int) -> Shard:
         """Open one shard file by its number."""
-        return open_shard(self._folder.find(self.manifest.shards[index].key), self.layers)
+        return open_shard(self.shard_file(index), self.layers)
+
+    def shard_file(self, index: int) -> Path:
+        """Where one shard file lies, by its number."""
+        return self._folder.find(self.manifest.shards[index].key)
 
     def __repr__(self) -> str:
         manifest = self.manifest
