@@ -25,7 +25,7 @@ from harvest.output.space import check_space, needed_bytes
 from harvest.output.writers import WindowBuffers, Writers
 from harvest.parts import WHOLE, Part, find_rank
 from harvest.prepare import Prepared, prepare
-from harvest.progress import Reporter, Silent
+from harvest.progress import Counted, Reporter, Silent
 from harvest.request import HarvestRequest
 from harvest.settings import Engine
 from harvest.speed import remember
@@ -58,7 +58,8 @@ def run(
     the job in the folder then says `cancelled`, `pending` or `failed`, and what was published stays. KeyboardInterrupt becomes
     CancelledError.
     """
-    reporter, stop, engine = reporter or Silent(), stop or StopFlag(), engine or Engine()
+    counted, stop, engine = Counted(reporter or Silent()), stop or StopFlag(), engine or Engine()
+    reporter = counted
     rank = find_rank()
     share = rank.share(part)
     if overwrite and not share.is_whole:
@@ -79,6 +80,7 @@ def run(
     except StorageError as error:
         raise FolderError(f"out: {error}") from error
     with _leaving_in_order(folder), Presence(folder, stop, share, reporter.note) as presence:
+        presence.shows = counted.so_far
         if overwrite:
             empty(folder, reporter)
         elif finished := look(folder, prepared, Silent()):

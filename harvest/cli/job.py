@@ -11,11 +11,19 @@ from harvest.cli.group import cli
 @click.argument("folder", metavar="DIR", type=click.Path())
 @click.option("--wait", type=click.FloatRange(min=0), default=0.0, metavar="S", help="Wait up to S seconds for its status to change.")
 def status(folder: str, wait: float) -> None:
-    """Print the job of a run folder as JSON, with fresh links, also while another process or machine works on it."""
+    """Print the job of a run folder as JSON, with fresh links, also while another process or machine works on it.
+
+    How far such a process is goes to stderr, a line each.
+    """
     from harvest.control import status as read_status
+    from harvest.control import under_way
     from harvest.output.folder import RunFolder
 
-    click.echo(read_status(RunFolder(Path(folder)), wait).to_json())
+    found = RunFolder(Path(folder))
+    job = read_status(found, wait)
+    for line in under_way(found):
+        click.echo(f"harvest: {line}", err=True)
+    click.echo(job.to_json())
 
 
 @cli.command(short_help="Cancel a run.", epilog="Example: harvest cancel run1")
