@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from harvest.errors import HarvestError
     from harvest.input.prompts import read_prompts
     from harvest.pipeline import run
+    from harvest.reading.compare import compare
+    from harvest.reading.dataset import torch_dataset
     from harvest.reading.run import Run
     from harvest.reading.run import open_run as open
     from harvest.reading.shard import Shard, open_shard
+    from harvest.reading.verify import verify
     from harvest.request import HarvestRequest
     from harvest.settings import Engine
 
@@ -34,10 +37,13 @@ _PUBLIC = {
     "Manifest": ("harvest.contract", "Manifest"),
     "Run": ("harvest.reading.run", "Run"),
     "Shard": ("harvest.reading.shard", "Shard"),
+    "compare": ("harvest.reading.compare", "compare"),
     "open": ("harvest.reading.run", "open_run"),
     "open_shard": ("harvest.reading.shard", "open_shard"),
     "read_prompts": ("harvest.input.prompts", "read_prompts"),
     "run": ("harvest.pipeline", "run"),
+    "torch_dataset": ("harvest.reading.dataset", "torch_dataset"),
+    "verify": ("harvest.reading.verify", "verify"),
 }
 
 __all__ = [
@@ -48,10 +54,13 @@ __all__ = [
     "Manifest",
     "Run",
     "Shard",
+    "compare",
     "open",
     "open_shard",
     "read_prompts",
     "run",
+    "torch_dataset",
+    "verify",
 ]
 
 

@@ -8,7 +8,8 @@ from harvest.errors import NotARunError
 from harvest.output import durable
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, read_job, with_fresh_links
-from harvest.output.presence import claims, live_claims
+from harvest.output.presence import claims, live_claims, progress_of
+from harvest.progress import how_far
 from harvest.stop import GOES_ON
 
 _LOOK_EVERY_S = 0.1
@@ -29,6 +30,12 @@ def status(folder: RunFolder, wait_s: float = 0.0, note: Callable[[str], None] =
         time.sleep(min(folder.look_every_s, max(deadline - time.monotonic(), 0)))
         job = _answer(folder)
     return with_fresh_links(folder, job, note)
+
+
+def under_way(folder: RunFolder) -> list[str]:
+    """How far each process is that works on a folder now, in a line each, a few seconds old."""
+    found = [(claim, progress_of(claim)) for claim in live_claims(folder)]
+    return [f"{claim}: {how_far(progress)}" for claim, progress in found if progress is not None]
 
 
 def working(folder: RunFolder) -> HarvestJob | None:

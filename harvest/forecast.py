@@ -13,6 +13,7 @@ from harvest.doctor import build, free_bytes
 from harvest.errors import FolderError
 from harvest.output.folder import RunFolder
 from harvest.output.space import needed_bytes
+from harvest.output.staged import open_folder
 from harvest.output.writers import buffer_sizes
 from harvest.prepare import Prepared, prepare
 from harvest.progress import Reporter, duration, size
@@ -92,14 +93,15 @@ def forecast(
     request: HarvestRequest, out: str | Path | None, engine: Engine, reporter: Reporter, stop: StopFlag, root: str | Path = "runs"
 ) -> Forecast:
     """What a run would take, in `out` or in its own folder below `root`. Raises what a run raises before it begins."""
-    begun = None if out is None else RunFolder(Path(out))
-    held = begun.fingerprint() if begun is not None and begun.recorded() else None
+    named = None if out is None else open_folder(out)
+    held = named.fingerprint() if named is not None and named.recorded() else None
     prepared = prepare(request, engine, reporter, stop, held=held)
-    folder = RunFolder(Path(out) if out is not None else default_folder(Path(root), prepared))
+    folder = named or RunFolder(default_folder(Path(root), prepared))
     plan, layout, lengths = prepared.plan, prepared.layout, prepared.plan.lengths
     batches = [batch for window in plan.windows for batch in plan.batches(window)]
     done = folder.recorded()
-    most = needed_bytes(layout, (shard for shard in plan.shards if shard.index not in done), prepared.reserved_tokens)
+    unwritten = [shard for shard in plan.shards if shard.index not in done]
+    on_disk = needed_bytes(layout, unwritten, prepared.reserved_tokens, folder.most_shards)
     free = shutil.disk_usage(_standing(folder.path)).free
     _, per_block, beside = build(prepared.description)
     weights = (per_block * (prepared.layers[-1] + 1) + beside) * getattr(torch, prepared.settings.compute_dtype).itemsize
@@ -108,7 +110,7 @@ def forecast(
     speed = recall(prepared)
     start = prepared.tokens.start_token_id
     return Forecast(
-        folder=str(folder.path),
+        folder=folder.name,
         model=request.model,
         revision=prepared.description.revision,
         layers=prepared.layers,
@@ -127,7 +129,7 @@ def forecast(
         store_dtype=prepared.settings.store_dtype,
         codec=prepared.settings.codec,
         rows_bytes=len(prepared.tokens.ids) * layout.token_bytes,
-        most_bytes=most,
+        most_bytes=needed_bytes(layout, unwritten, prepared.reserved_tokens),
         free_bytes=free,
         device=prepared.settings.device,
         compute_dtype=prepared.settings.compute_dtype,
@@ -135,19 +137,21 @@ def forecast(
         device_free_bytes=device_free,
         buffer_bytes=n_buffers * buffer_bytes,
         seconds=None if speed is None else round(speed.estimate_s(len(prepared.tokens.ids), prepared.layers[-1] + 1), 1),
-        problems=_problems(prepared, folder, most, free, weights, device_free, reporter),
+        problems=_problems(prepared, folder, on_disk, free, weights, device_free, reporter),
     )
 
 
-def _problems(prepared: Prepared, folder: RunFolder, most: int, free: int, weights: int, device_free: int, reporter: Reporter) -> list[str]:
+def _problems(
+    prepared: Prepared, folder: RunFolder, on_disk: int, free: int, weights: int, device_free: int, reporter: Reporter
+) -> list[str]:
     found = []
     try:
         if look(folder, prepared, reporter):
             reporter.note("this run is finished already")
     except FolderError as error:
         found.append(str(error))
-    if most > free:
-        found.append(f"the run may write {size(most)}, and the disk of {folder.path} has {size(free)} free")
+    if on_disk > free:
+        found.append(f"the run may have {size(on_disk)} on the disk of {folder.path}, which has {size(free)} free")
     if weights > device_free and prepared.settings.device_map == "none":
         found.append(
             f"the weights take {size(weights)} on {prepared.settings.device}, which has {size(device_free)} free; --device-map auto "

@@ -26,7 +26,7 @@ from harvest.output.staged import open_folder
 from harvest.output.writers import WindowBuffers, Writers
 from harvest.parts import WHOLE, Part, find_rank
 from harvest.prepare import Prepared, prepare
-from harvest.progress import Reporter, Silent
+from harvest.progress import Counted, Reporter, Silent
 from harvest.request import HarvestRequest
 from harvest.settings import Engine
 from harvest.speed import remember
@@ -60,7 +60,8 @@ def run(
     the job in the folder then says `cancelled`, `pending` or `failed`, and what was published stays. KeyboardInterrupt becomes
     CancelledError.
     """
-    reporter, stop, engine = reporter or Silent(), stop or StopFlag(), engine or Engine()
+    counted, stop, engine = Counted(reporter or Silent()), stop or StopFlag(), engine or Engine()
+    reporter = counted
     rank = find_rank()
     share = rank.share(part)
     if overwrite and not share.is_whole:
@@ -81,6 +82,7 @@ def run(
     except StorageError as error:
         raise FolderError(f"out: {error}") from error
     with _leaving_in_order(folder), Presence(folder, stop, share, reporter.note) as presence:
+        presence.shows = counted.so_far
         if overwrite:
             empty(folder, reporter)
         elif finished := look(folder, prepared, Silent()):
@@ -165,8 +167,8 @@ def _carry_out(
 def _check_space(folder: RunFolder, prepared: Prepared, done: set[int]) -> None:
     """Raise StorageError where the disk has no room for the shards that no process has written yet, as many as lie there at once."""
     written = done | folder.recorded()
-    unwritten = sorted((shard for shard in prepared.plan.shards if shard.index not in written), key=lambda shard: -shard.n_tokens)
-    check_space(folder, needed_bytes(prepared.layout, unwritten[: folder.most_shards], prepared.reserved_tokens))
+    unwritten = [shard for shard in prepared.plan.shards if shard.index not in written]
+    check_space(folder, needed_bytes(prepared.layout, unwritten, prepared.reserved_tokens, folder.most_shards))
 
 
 def _compute(

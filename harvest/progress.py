@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
@@ -161,17 +161,14 @@ class StderrReporter:
             self._is_deaf, self._bar = True, None
 
     def _print_line(self) -> None:
-        left_s = None if self._progress.done >= self._progress.total else self._progress.left_s
-        self.note(self._so_far() + ("" if left_s is None else f", {duration(left_s)} left") + self._limit())
+        self.note(self._so_far())
 
     def _so_far(self) -> str:
-        now = self._progress
-        return f"{now.done:,} of {now.total:,} tokens, {now.tokens_s:,.0f} tokens/s, {size(now.bytes)} written"
+        return how_far(self._progress.to_dict())
 
-    def _limit(self) -> str:
-        # At the end a note says what limited the whole run.
-        is_under_way = self._progress.done < self._progress.total
-        return f", limited by {self._progress.limited_by}" if is_under_way else ""
+    def _left(self) -> str:
+        left_s = None if self._progress.done >= self._progress.total else self._progress.left_s
+        return "" if left_s is None else f", {duration(left_s)} left"
 
 
 class JsonReporter:
@@ -216,20 +213,60 @@ class DownloadReporter(StderrReporter):
     _UNIT = "B"
 
     def _so_far(self) -> str:
-        return f"{size(self._progress.done)} of {size(self._progress.total)}, {size(self._progress.tokens_s)}/s"
-
-    def _limit(self) -> str:
-        return ""
+        now = self._progress
+        return f"{size(now.done)} of {size(now.total)}, {size(now.tokens_s)}/s{self._left()}"
 
 
 class ReadingReporter(StderrReporter):
     """The same for what only reads: `begin` and `advance` count tokens, and nothing is written."""
 
     def _so_far(self) -> str:
-        return f"{self._progress.done:,} of {self._progress.total:,} tokens, {self._progress.tokens_s:,.0f} tokens/s"
+        now = self._progress
+        return f"{now.done:,} of {now.total:,} tokens, {now.tokens_s:,.0f} tokens/s{self._left()}"
 
-    def _limit(self) -> str:
-        return ""
+
+class Counted:
+    """Passes all on to another reporter, and keeps how far the run is, for who asks from elsewhere."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._progress = Progress()
+
+    def so_far(self) -> dict[str, Any] | None:
+        """The progress as plain values, once the passes have begun."""
+        return self._progress.to_dict() if self._progress.total else None
+
+    def note(self, text: str) -> None:
+        self._reporter.note(text)
+
+    def begin(self, n_tokens: int, n_done: int) -> None:
+        self._progress = Progress(n_tokens, n_done, n_done, started=time.monotonic())
+        self._reporter.begin(n_tokens, n_done)
+
+    def advance(self, n_tokens: int) -> None:
+        self._progress.done += n_tokens
+        self._reporter.advance(n_tokens)
+
+    def wrote(self, n_bytes: int) -> None:
+        self._progress.bytes += n_bytes
+        self._reporter.wrote(n_bytes)
+
+    def waited(self, seconds: float) -> None:
+        self._progress.waited_s += seconds
+        self._reporter.waited(seconds)
+
+    def end(self) -> None:
+        self._reporter.end()
+
+
+def how_far(progress: Mapping[str, Any]) -> str:
+    """What `Progress.to_dict` says, in a line to read."""
+    done, total, left_s = progress["tokens"], progress["total_tokens"], progress["left_s"]
+    words = f"{done:,} of {total:,} tokens, {progress['tokens_s']:,.0f} tokens/s, {size(progress['bytes_written'])} written"
+    if done >= total:
+        # At the end a note says what limited the whole run.
+        return words
+    return words + ("" if left_s is None else f", {duration(left_s)} left") + f", limited by {progress['limited_by']}"
 
 
 def size(n_bytes: float) -> str:

@@ -99,6 +99,15 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def chunked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two shards on tiny, float32: some 31,000 tokens, a layer of the first in two chunks. Not to be written to."""
+    folder = tmp_path_factory.mktemp("chunked") / "run"
+    texts = [f"{i} " + "word " * (12 + i % 15) for i in range(320)]
+    harvest.run(tiny_request(texts, shard_size=200), folder, harvest.Engine(store_dtype="float32"))
+    return folder
+
+
 def tiny_request(prompts: list[str] | None = None, **fields: Any) -> harvest.HarvestRequest:
     """A request for all layers of tiny."""
     return harvest.HarvestRequest(model="tiny", prompts=prompts or TEXTS, **{"layers": "all", **fields})

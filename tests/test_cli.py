@@ -176,3 +176,21 @@ def test_a_run_that_fails_exits_with_1_and_shows_no_traceback(prompts: Path, tmp
     assert "shard_00000.zarr.zip: cannot be written" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("shell", "words"), [("bash", "complete -o nosort"), ("zsh", "#compdef harvest"), ("fish", "complete --no-files")])
+def test_a_shell_gets_its_completion(shell: str, words: str) -> None:
+    assert words in command("completion", shell).stdout
+
+
+def test_model_ids_are_completed() -> None:
+    environment = {**os.environ, "_HARVEST_COMPLETE": "bash_complete", "COMP_WORDS": "harvest run --model smo", "COMP_CWORD": "3"}
+    done = subprocess.run([sys.executable, "-m", "harvest"], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["plain,smollm2"]
+
+
+def test_the_help_of_a_run_has_its_options_in_sections() -> None:
+    text = command("run", "--help").stdout
+    places = [text.index(f"\n{title}:\n") for title in ("Request", "Engine", "Output", "Other")]
+    assert places == sorted(places)
+    assert text.index("--layers") < places[1] < text.index("--device ") < places[2] < text.index("--overwrite") < places[3]

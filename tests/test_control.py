@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from conftest import DATA, tiny_request, wait_for
 
 import harvest
-from harvest.control import cancel, status
+from harvest.control import cancel, status, under_way
 from harvest.errors import FolderError, NotARunError
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, read_job
@@ -209,3 +210,20 @@ def test_the_commands(tiny_run: Path, tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-m", "harvest", command, str(tmp_path)], capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (1, "")
         assert "holds no job.json" in done.stderr
+
+
+def test_how_far_a_run_is_can_be_seen_from_elsewhere(working: tuple[subprocess.Popen[str], RunFolder]) -> None:
+    process, folder = working
+    (line,) = wait_for(lambda: under_way(folder))
+    assert re.fullmatch(r"process \d+ on .+: [\d,]+ of [\d,]+ tokens, \d+ tokens/s, .+ written, .+ left, limited by computing", line), line
+    shown = subprocess.run([sys.executable, "-m", "harvest", "status", folder.path], capture_output=True, text=True)
+    assert json.loads(shown.stdout)["status"] == "running"
+    assert shown.stderr.startswith(f"harvest: process {process.pid} on ")
+    # A killed process leaves its last word; who takes its part removes it, and leaves nothing.
+    process.kill()
+    process.wait()
+    assert list(folder.processes.glob("*.progress.json"))
+    assert under_way(folder) == []
+    with Presence(folder, StopFlag()):
+        assert not list(folder.processes.glob("*.progress.json"))
+    assert not folder.processes.exists()

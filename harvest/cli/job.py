@@ -11,12 +11,21 @@ from harvest.cli.group import cli
 def status(folder: str, wait: float) -> None:
     """Print the job of a run folder as JSON, with fresh links, also while another process or machine works on it.
 
-    DIR may be s3://BUCKET/PREFIX (gs://, az://) too: then the links are signed, for 7 days or as long as temporary credentials last.
+    How far such a process is goes to stderr, a line each. DIR may be s3://BUCKET/PREFIX (gs://, az://) too: then the links are signed, for
+    7 days or as long as temporary credentials last.
     """
     from harvest.control import status as read_status
+    from harvest.control import under_way
     from harvest.output.staged import open_folder
 
-    click.echo(read_status(open_folder(folder), wait, lambda text: click.echo(f"harvest: {text}", err=True)).to_json())
+    def say(text: str) -> None:
+        click.echo(f"harvest: {text}", err=True)
+
+    found = open_folder(folder)
+    job = read_status(found, wait, say)
+    for line in under_way(found):
+        say(line)
+    click.echo(job.to_json())
 
 
 @cli.command(short_help="Cancel a run.", epilog="Example: harvest cancel run1")

@@ -1,5 +1,6 @@
-"""harvest verify, compare, export and fetch: what is done with a run that is whole."""
+"""harvest show, report, verify, compare, export and fetch: what is done with a run once it is there."""
 
+import os
 import sys
 from typing import Any
 
@@ -94,3 +95,41 @@ def verify(folder: str, deep: int, as_json: bool, quiet: bool, **options: Any) -
     verification = verify_run(folder, deep, engine, Silent() if quiet else ReadingReporter())
     click.echo(verification.to_json() if as_json else verification.to_text())
     sys.exit(0 if verification.is_sound else 1)
+
+
+@cli.command(short_help="Sum a run up on one screen.", epilog="Example: harvest show run1")
+@click.argument("folder", metavar="DIR", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="A JSON object instead of text.")
+def show(folder: str, as_json: bool) -> None:
+    """Print what a run folder of either kind holds: model, layers, prompts, tokens, sizes, timings, mean norms. It may be unfinished.
+
+    Its documents are read, and no values.
+    """
+    from harvest.reading.summary import summarize
+
+    summary = summarize(folder)
+    click.echo(summary.to_json() if as_json else summary.to_text())
+
+
+@cli.command(short_help="Make a page of a run to look at.", epilog="Example: harvest report run1 -o report.html")
+@click.argument("folder", metavar="DIR", type=click.Path())
+@click.option(
+    "--out", "-o", metavar="FILE", default="report.html", show_default=True, help="The page to write; one that is there is replaced."
+)
+@click.option("--layers", metavar="LAYERS", help="Block numbers that the run holds, such as 8,16,24 or 0-3. [default: all of them]")
+@click.option("--all", "read_all", is_flag=True, help="Read every token of a run of over 4,000,000,000 values too, instead of a sample.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+def report(folder: str, out: str, layers: str | None, read_all: bool, quiet: bool) -> None:
+    """Write one page, complete in itself, on a whole run of either kind: norms, outlier dimensions, prompts, files and timings.
+
+    For projections: how each direction is spread, and its strongest tokens in their text. Needs matplotlib: pip install 'harvest[report]'.
+    """
+    # A report takes what is on this machine. Even for a tokenizer that it has, the hub's library would ask the hub for things of its own.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from harvest.progress import ReadingReporter, Silent
+    from harvest.report.write import MAX_VALUES, write_report
+    from harvest.request import parse_layers
+
+    asked = None if layers is None else parse_layers(layers)
+    chosen = None if asked == "all" else asked
+    click.echo(write_report(folder, out, chosen, None if read_all else MAX_VALUES, Silent() if quiet else ReadingReporter()))

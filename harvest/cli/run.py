@@ -44,11 +44,19 @@ DEFAULT_ROOT = "runs"
     show_default=True,
     help="After SIGTERM: the job is cancelled, exit code 143; or pending, to be started again, exit code 75.",
 )
+@output_option(
+    "--progress",
+    type=click.Choice(["auto", "json"]),
+    default="auto",
+    show_default=True,
+    help="On stderr: a bar or lines for people; or events as JSON, one a line.",
+)
 @output_option("--quiet", "-q", is_flag=True, help="No progress and no notes on stderr.")
 def run(
     out: str | None,
     out_root: str | None,
     idempotency_key: str | None,
+    progress: str,
     quiet: bool,
     no_limits: bool,
     overwrite: bool,
@@ -73,7 +81,7 @@ def run(
     from harvest.output.staged import RETRY_S, open_folder
     from harvest.output.store import is_url
     from harvest.parts import WHOLE, find_rank, parse_part
-    from harvest.progress import Silent, StderrReporter
+    from harvest.progress import JsonReporter, Silent, StderrReporter
     from harvest.stop import StopFlag, stopping_on_signals
 
     if out == "" or out_root == "":
@@ -86,7 +94,7 @@ def run(
         raise RequestError(
             "keep_local, stage and retry_s: they mean something with an object store alone, such as --out s3://BUCKET/PREFIX"
         )
-    reporter = Silent() if quiet else StderrReporter()
+    reporter = Silent() if quiet else JsonReporter() if progress == "json" else StderrReporter()
     stop = StopFlag()
     own_part = WHOLE if part is None else parse_part(part)
     with stopping_on_signals(stop, requeues=on_term == "requeue"):

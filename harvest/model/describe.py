@@ -88,6 +88,11 @@ def describe(source: Source, check: Callable[[], None] = lambda: None, note: Cal
     )
 
 
+def load_tokenizer(source: Source) -> Any:
+    """A model's tokenizer alone, from this machine's files: nothing is downloaded. Raises ModelError where it is not there."""
+    return tiny.tiny_tokenizer() if source.is_tiny else from_pretrained(transformers.AutoTokenizer, source, local_files_only=True)
+
+
 def _pin(source: Source, check: Callable[[], None]) -> tuple[Source, str]:
     """The revision of a model whose config was just read, and its source for the rest of the files: a branch may move between two."""
     if source.is_local:

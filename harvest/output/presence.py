@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from harvest.contract import utc_now
 from harvest.errors import CancelledError, FolderError, StorageError
@@ -91,6 +91,8 @@ class Presence:
         self._on_wait = on_wait
         self._process = Process.this(utc_now().isoformat())
         self._ended = threading.Event()
+        # How far this process is, for who asks from elsewhere; None while there is nothing to say.
+        self.shows: Callable[[], dict[str, Any] | None] = lambda: None
         self._thread = threading.Thread(target=self._watch, name="harvest-presence", daemon=True)
         self._path = Path()
         # Claims that were found to be dead, though their last sign of life may look recent by this machine's clock.
@@ -113,7 +115,7 @@ class Presence:
         self._thread.join()
         # An error that is on its way must not be hidden by another.
         with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            _remove(self._path)
             if not self.others():
                 self._folder.cancel.unlink(missing_ok=True)
                 self._folder.processes.rmdir()
@@ -143,11 +145,11 @@ class Presence:
             raise FolderError(f"out: {self._folder.processes}: another process always took {self._part} first; see what works there")
         rivals = [claim for claim in self.others() if claim.conflicts(self._part)]
         if rivals:
-            self._path.unlink(missing_ok=True)
+            _remove(self._path)
             raise _occupied(self._folder, rivals[0])
         for claim in claims(self._folder):
             if claim.path != self._path and claim.conflicts(self._part):
-                claim.path.unlink(missing_ok=True)
+                _remove(claim.path)
 
     def _next_path(self) -> Path:
         """The name of this part's next generation. By names alone: a claim that cannot be read is passed over too."""
@@ -193,6 +195,9 @@ class Presence:
         """A sign of life: the time of the claim's file. It needs no space, so it comes from a full disk too."""
         try:
             os.utime(self._path)
+            if (shown := self.shows()) is not None:
+                with contextlib.suppress(StorageError):
+                    durable.write_whole(_shown(self._path), json.dumps(shown).encode())
         except FileNotFoundError:
             self._stop.ask(
                 StorageError(
@@ -205,6 +210,23 @@ class Presence:
             return
         if self._path.exists() and not self.holds:
             self._stop.ask(StorageError(f"{self._folder.path}: another process took this one for dead and works on {self._part} now"))
+
+
+def progress_of(claim: Claim) -> dict[str, Any] | None:
+    """How far the process of a claim said that it is, a few seconds ago; None where it has said nothing yet."""
+    try:
+        return dict(json.loads(_shown(claim.path).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _shown(path: Path) -> Path:
+    return path.with_suffix(".progress.json")
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    _shown(path).unlink(missing_ok=True)
 
 
 def _occupied(folder: RunFolder, claim: Claim) -> FolderError:

@@ -32,12 +32,15 @@ def shard_bytes(layout: ShardLayout, n_tokens: int, n_prompts: int) -> int:
     return rows + small + names + (n_chunks + 2 * len(documents)) * _ENTRY_BYTES + _END_BYTES
 
 
-def needed_bytes(layout: ShardLayout, shards: Iterable[Shard], text_bytes: int) -> int:
-    """The most bytes that a run still writes for these shards, with their records, and request and manifest with the prompts' text."""
+def needed_bytes(layout: ShardLayout, shards: Iterable[Shard], text_bytes: int, most_at_once: int | None = None) -> int:
+    """The most bytes that a run still writes for these shards, with their records, and request and manifest with the prompts' text.
+
+    most_at_once: how many of the shards lie on the disk at a time, where they go on to another place; None for all.
+    """
     per_prompt = _PROMPT_BYTES + 2 * len(layout.layers)
     return 4 * text_bytes + sum(
         shard_bytes(layout, shard.n_tokens, shard.end - shard.first) + _RECORD_BYTES + per_prompt * (shard.end - shard.first)
-        for shard in shards
+        for shard in sorted(shards, key=lambda shard: -shard.n_tokens)[:most_at_once]
     )
 
 

@@ -3,7 +3,7 @@
 Shapes: L layers asked for, T tokens, W values a token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,16 @@ from harvest.reading.shard import Shard
 _PIECE_VALUES = 1 << 15
 
 
-def read_blocks(shard: Shard, positions: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+def read_blocks(
+    shard: Shard, positions: Sequence[int], is_wanted: Callable[[int], bool] = lambda _: True
+) -> Iterator[tuple[int, torch.Tensor]]:
     """The first token and the rows, [L, T, W] in the stored type, of one block of tokens after the other.
 
     positions: on the shard's layer axis. A block has at most one chunk of each layer, 128 MiB of up to 128 layers.
+    is_wanted: asked with the first token of each block; one that is not wanted is not read.
     """
-    step = _chunk_tokens(shard)
-    for start in range(0, shard.n_tokens, step):
+    step = chunk_tokens(shard.layers, shard.width, shard.dtype, shard.n_tokens)
+    for start in filter(is_wanted, range(0, shard.n_tokens, step)):
         stop = min(start + step, shard.n_tokens)
         yield start, torch.stack([shard.layer(position, start, stop) for position in positions])
 
@@ -34,9 +37,9 @@ def widened(rows_TW: torch.Tensor) -> Iterator[tuple[int, npt.NDArray[np.float64
         yield start, rows_TW[start : start + step].double().numpy()
 
 
-def _chunk_tokens(shard: Shard) -> int:
-    """Tokens of a chunk. A safetensors file has none, and is read in blocks of the same size."""
-    store_dtype = str(shard.dtype).removeprefix("torch.")
+def chunk_tokens(layers: Sequence[int], width: int, dtype: torch.dtype, n_tokens: int) -> int:
+    """Tokens of a chunk, in a shard of so many tokens. A safetensors file has no chunks, and is read in blocks of the same size."""
+    store_dtype = str(dtype).removeprefix("torch.")
     # The array's name and the codec have no say in it.
-    layout = ShardLayout("activations", tuple(shard.layers), shard.width, store_dtype, "none", {})  # type: ignore[arg-type]
-    return layout.chunk_tokens(shard.n_tokens)
+    layout = ShardLayout("activations", tuple(layers), width, store_dtype, "none", {})  # type: ignore[arg-type]
+    return layout.chunk_tokens(n_tokens)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from harvest.contract import Manifest
@@ -28,6 +27,7 @@ from harvest.model.start_token import start_token_id
 from harvest.output.folder import RunFolder
 from harvest.reading.findings import Finding
 from harvest.reading.run import Run
+from harvest.reading.summary import spread
 from harvest.request import HarvestRequest
 from harvest.settings import Engine
 
@@ -104,7 +104,7 @@ class Rereading:
         attention = (manifest.local or {}).get("engine", {}).get("attention", "auto")
         dtype = getattr(torch, self._compute_dtype)
         decoder = load_decoder(self._description, self._placement, dtype, self._description.n_layers, attention)
-        prompts = spread(n_prompts, self._run.n_prompts)
+        prompts = spread(self._run.n_prompts, n_prompts)
         for prompt in prompts:
             findings += self._check_prompt(prompt, decoder)
         rows = [tally.figures(layer) for layer, tally in zip(self._run.layers, self._tallies, strict=True) if tally.n_tokens]
@@ -142,11 +142,6 @@ class Rereading:
             self._tallies[position].add(prompt, stream_TH, stored_LTW[position].double(), self._directions_DH)
 
         read_plain(decoder, ids_T, self._run.layers, tally)
-
-
-def spread(n: int, n_prompts: int) -> list[int]:
-    """Numbers of n prompts, spread evenly from the first to the last."""
-    return sorted({round(place) for place in np.linspace(0, n_prompts - 1, min(n, n_prompts))})
 
 
 class _Tally:

@@ -1,19 +1,25 @@
 """A run folder of either kind, read back: one that harvest made, or the files of the API's first version."""
 
 import bisect
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pydantic
 import safetensors.torch
 import torch
 
 from harvest.contract import HarvestJob, Manifest
-from harvest.errors import NotARunError
+from harvest.errors import HarvestError, NotARunError
 from harvest.output.folder import RunFolder
 from harvest.output.job import read_job, with_fresh_links
+from harvest.reading.axis import TokenAxis, token_axis
 from harvest.reading.shard import Shard, open_shard
+
+if TYPE_CHECKING:
+    import xarray
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,11 @@ class Run:
         """The type of the stored values."""
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[self.manifest.dtype]
 
+    @functools.cached_property
+    def axis(self) -> TokenAxis:
+        """Where prompts, shards and chunks begin on the token axis. Raises NotARunError where the manifest does not say it."""
+        return token_axis(self.manifest, self.width, self.dtype)
+
     @property
     def job(self) -> HarvestJob | None:
         """The run's job, with links to where the folder lies now."""
@@ -152,6 +163,22 @@ class Run:
         """All tokens of one layer, by the number of its decoder block. Raises KeyError where the run does not hold it."""
         return Layer(self, layer)
 
+    def xarray(self) -> "xarray.Dataset":
+        """The whole run as one xarray dataset, over all shards; what is selected is read when its values are asked for, not before.
+
+        `activations` (layer, token, hidden), or `projections` (layer, token, direction): bfloat16 as float32, which holds it exactly.
+        Coordinates: `layer`, the decoder block, to select by; along `token`, prompts end to end, `prompt` (its number), `position` and
+        `token_id`. `prompt_offsets`: prompt i is tokens prompt_offsets[i] to prompt_offsets[i + 1].
+        A selection of one layer reads chunks of that layer alone. Raises HarvestError where xarray is not installed.
+        """
+        try:
+            from harvest.reading.lazy import lazy_dataset
+        except ModuleNotFoundError as error:
+            if error.name != "xarray":
+                raise
+            raise HarvestError("xarray: the package is not installed; pip install xarray") from error
+        return lazy_dataset(self)
+
     def layer_position(self, layer: int) -> int:
         """The place of a decoder block on the layer axis. Raises KeyError where the run does not hold it."""
         if layer not in self.layers:
@@ -160,7 +187,11 @@ class Run:
 
     def shard(self, index: int) -> Shard:
         """Open one shard file by its number."""
-        return open_shard(self._folder.find(self.manifest.shards[index].key), self.layers)
+        return open_shard(self.shard_file(index), self.layers)
+
+    def shard_file(self, index: int) -> Path:
+        """Where one shard file lies, by its number."""
+        return self._folder.find(self.manifest.shards[index].key)
 
     def __repr__(self) -> str:
         manifest = self.manifest

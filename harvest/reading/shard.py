@@ -22,6 +22,7 @@ from zarr.storage import ZipStore
 
 from harvest.errors import NotARunError
 from harvest.output.layout import FORMAT, FORMAT_VERSION
+from harvest.reading.stored import StoredLayer, find_stored
 
 _LOGICAL_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SAFETENSORS_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -127,6 +128,11 @@ class ZarrShard(Shard):
 
     def layer(self, position: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
         return self._tensor(position, slice(start, stop))
+
+    def stored(self, position: int) -> StoredLayer | None:
+        """The places of a layer's chunks in the file, or None in a file that another tool packed in a way of its own."""
+        with _reading(self.path):
+            return find_stored(self.path, self._rows, position)
 
     def close(self) -> None:
         self._store.close()

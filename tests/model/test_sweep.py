@@ -7,8 +7,8 @@ from sweep import COVERED, REFUSED, UNBUILT, WRONG, main, may_be_decoder, sweep
 from tiny_configs import decoder_types
 
 # By the release of transformers that constraints.txt names; another may have more types, and build others.
-LEAST_COVERED = 225
-LEAST_CUT = 225
+LEAST_COVERED = 231
+LEAST_CUT = 231
 # Of the refused, those that are read where the config says that the model is a decoder: BERT's kin, and halves of encoder-decoders.
 LEAST_AS_DECODER = 26
 

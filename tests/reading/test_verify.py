@@ -25,7 +25,6 @@ from harvest.output import durable
 from harvest.output.archive import Archive
 from harvest.output.process import Process
 from harvest.reading.export import export_safetensors
-from harvest.reading.reread import spread
 from harvest.reading.verify import Verification, verify
 
 SHARD = "shards/shard_00001.zarr.zip"
@@ -286,11 +285,6 @@ def test_files_of_the_api_are_checked_by_their_shapes_values_and_stats(own: str,
         assert any(place == where and words in what for place, what in places), places
     path.unlink()
     assert found(verify(folder)) == [(path.name, "is missing")]
-
-
-@pytest.mark.parametrize(("n", "prompts"), [(1, [0]), (2, [0, 8]), (3, [0, 4, 8]), (9, list(range(9))), (50, list(range(9)))])
-def test_prompts_are_spread_evenly(n: int, prompts: list[int]) -> None:
-    assert spread(n, 9) == prompts
 
 
 @pytest.mark.parametrize("store_dtype", ["bfloat16", "float16", "float32"])
