@@ -19,6 +19,7 @@ import harvest
 from harvest.errors import CancelledError, FolderError, RequestError, StorageError, ValueRangeError
 from harvest.output import durable
 from harvest.output.folder import RunFolder
+from harvest.progress import Silent
 
 SCHEMA = json.loads((DATA / "harvest_job.schema.json").read_text())
 MANIFEST_KEYS = {
@@ -34,7 +35,7 @@ def check_job(text: str) -> dict[str, Any]:
     return dict(job)
 
 
-class JobStates:
+class JobStates(Silent):
     """A reporter that reads job.json whenever the run says something, and keeps each state that it meets."""
 
     def __init__(self, folder: Path, interrupt: bool = False) -> None:
@@ -60,8 +61,6 @@ class JobStates:
         self.look()
         if self.interrupt:
             raise KeyboardInterrupt
-
-    def wrote(self, n_bytes: int) -> None: ...
 
     def end(self) -> None:
         self.look()

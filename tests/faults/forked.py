@@ -21,6 +21,7 @@ from conftest import TEXTS
 
 import harvest
 from harvest.parts import WHOLE, Part
+from harvest.progress import Silent
 from harvest.stop import StopFlag, stopping_on_signals
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -49,18 +50,13 @@ class Task:
         return Path(tempfile.gettempdir()) / f"harvest-said-{name}"
 
 
-class _Notes:
+class _Notes(Silent):
     def __init__(self, path: Path) -> None:
         # Opened now: later this process may have no right to, or no file descriptor left.
         self._file = path.open("w", buffering=1)
 
     def note(self, text: str) -> None:
         self._file.write(text + "\n")
-
-    def begin(self, n_tokens: int, n_done: int) -> None: ...
-    def advance(self, n_tokens: int) -> None: ...
-    def wrote(self, n_bytes: int) -> None: ...
-    def end(self) -> None: ...
 
 
 def _work(task: Task) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TEXTS, tiny_request
+from conftest import TEXTS, Notes, tiny_request
 
 import harvest
 from harvest.errors import ModelError, StreamError
@@ -96,26 +96,11 @@ def memory_for(n_tokens: int) -> Iterator[None]:
         hook.remove()
 
 
-class Notes:
-    """Keeps the notes of a run."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
-
-    def begin(self, n_tokens: int, n_done: int) -> None: ...
-    def advance(self, n_tokens: int) -> None: ...
-    def wrote(self, n_bytes: int) -> None: ...
-    def end(self) -> None: ...
-
-
 def test_a_batch_that_does_not_fit_is_read_in_halves(tiny_run: Path, tmp_path: Path) -> None:
     notes = Notes()
     with memory_for(80):
         harvest.run(tiny_request(shard_size=4), tmp_path / "run", harvest.Engine(store_dtype="float32"), notes)
-    assert any("did not fit the device's memory" in text for text in notes.texts)
+    assert any("did not fit the device's memory" in text for text in notes.said)
     halved, whole = harvest.open(tmp_path / "run"), harvest.open(tiny_run)
     for number in range(len(TEXTS)):
         assert torch.allclose(halved.prompt(number), whole.prompt(number).float(), rtol=1e-2, atol=1e-2)

@@ -10,7 +10,7 @@ from conftest import tiny_request
 
 import harvest
 from harvest.input.directions import tensor_object
-from report.chromium import PROGRAMS, Chromium, program
+from page.chromium import PROGRAMS, Chromium, program
 
 # What would run, fetch, close an element or turn the text around where it is not escaped.
 HOSTILE = [

@@ -15,8 +15,8 @@ import harvest
 from harvest.errors import NotARunError, RequestError
 from harvest.input.directions import tensor_object
 from harvest.report.write import write_report
-from report.chromium import Chromium
-from report.conftest import N_DIRECTIONS
+from page.chromium import Chromium
+from page.conftest import N_DIRECTIONS
 
 PARTS = {
     "activations": ["overview", "norms", "dimensions", "prompts", "files"],
