@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,12 +198,16 @@ def limit_open_files_at_the_first_shard(_folder: Path) -> None:
     """Leave no file descriptor free once the first shard is published."""
     from harvest.output.writers import Writers
 
-    write = Writers._write
+    write, lock = Writers._write, threading.Lock()
+    limits: list[int] = []
 
     def then_limit(self: Writers, *arguments: Any) -> Any:
         answer = write(self, *arguments)
-        in_use = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (in_use - 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        # The other publisher may come here too, and could not even count them any more.
+        with lock:
+            if not limits:
+                limits.append(len(os.listdir("/proc/self/fd")) - 1)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0], resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         return answer
 
     Writers._write = then_limit  # type: ignore[method-assign]
