@@ -133,3 +133,18 @@ def report(folder: str, out: str, layers: str | None, read_all: bool, quiet: boo
     asked = None if layers is None else parse_layers(layers)
     chosen = None if asked == "all" else asked
     click.echo(write_report(folder, out, chosen, None if read_all else MAX_VALUES, Silent() if quiet else ReadingReporter()))
+
+
+@cli.command(short_help="Push a run to the Hugging Face Hub.", epilog="Example: harvest push run1 hf://datasets/me/run1")
+@click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False))
+@click.argument("target", metavar="hf://datasets/USER/NAME")
+@click.option("--public", is_flag=True, help="Let anybody read a dataset that is made: the prompts are in it. [default: private]")
+@click.option("--quiet", "-q", is_flag=True, help="No notes on stderr.")
+def push(folder: str, target: str, public: bool, quiet: bool) -> None:
+    """Push a whole run as a dataset with a card to the Hub, in one commit, and print where it lies."""
+    import json
+
+    from harvest.progress import Silent, StderrReporter
+    from harvest.reading.push import push as push_run
+
+    click.echo(json.dumps(push_run(folder, target, public, Silent() if quiet else StderrReporter()).to_dict(), indent=2))

@@ -1,5 +1,6 @@
 """A Hub over loopback, with the part of the real one's interface that loading a model takes: revisions, files, and its ways to refuse."""
 
+import base64
 import hashlib
 import json
 import re
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 from urllib.parse import unquote
 
 # What the real one answers, by its own name for the reason.
@@ -17,13 +19,19 @@ _REFUSALS = {"RepoNotFound": 401, "GatedRepo": 403, "RevisionNotFound": 404, "En
 
 @dataclass
 class Hub:
-    """A running Hub. folders: the files of each repository; refs: its branches and tags, to commits; gated: those that refuse."""
+    """A running Hub. folders: the files of each repository; refs: its branches and tags, to commits; gated: those that refuse.
+
+    is_read_only: whether writing is refused. made, pushed: the datasets that were made, and the files of their commits.
+    """
 
     url: str
     folders: dict[str, Path] = field(default_factory=dict)
     refs: dict[str, dict[str, str]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
+    is_read_only: bool = False
+    made: list[dict[str, Any]] = field(default_factory=list)
+    pushed: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, repository: str, folder: Path, **refs: str) -> None:
         """Publish a folder; each ref is a commit's 40 digits."""
@@ -40,6 +48,33 @@ def serving() -> Iterator[Hub]:
 
         def do_HEAD(self) -> None:
             self._answer(is_head=True)
+
+        def do_POST(self) -> None:
+            """A dataset made, and files committed to it."""
+            path = unquote(self.path.split("?")[0])
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            hub.asked.append(f"POST {path}")
+            if not self.headers.get("Authorization"):
+                self._refuse("RepoNotFound")
+            elif hub.is_read_only:
+                self._refuse("GatedRepo")
+            elif path == "/api/repos/create":
+                made = json.loads(body)
+                hub.made.append(made)
+                self._send_json({"url": f"{hub.url}/datasets/{made['organization']}/{made['name']}"})
+            elif path == "/api/validate-yaml":
+                self._send_json({"errors": [], "warnings": []})
+            elif path.endswith("/preupload/main"):
+                files = json.loads(body)["files"]
+                self._send_json({"files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]})
+            elif path.endswith("/commit/main"):
+                lines = [json.loads(line) for line in body.splitlines()]
+                files = [line["value"] for line in lines if line["key"] == "file"]
+                hub.pushed |= {file["path"]: base64.b64decode(file["content"]) for file in files}
+                repository = path.removeprefix("/api/").removesuffix("/commit/main")
+                self._send_json({"success": True, "commitUrl": f"{hub.url}/{repository}/commit/{'c' * 40}", "commitOid": "c" * 40})
+            else:
+                self._refuse("EntryNotFound")
 
         def log_message(self, *args: object) -> None:
             pass
@@ -96,6 +131,9 @@ def serving() -> Iterator[Hub]:
             for name, value in {"X-Error-Code": code, "X-Error-Message": code, "Content-Length": "0", **(headers or {})}.items():
                 self.send_header(name, value)
             self.end_headers()
+
+        def _send_json(self, body: Any) -> None:
+            self._send(json.dumps(body).encode(), {"Content-Type": "application/json"}, is_head=False)
 
         def _send(self, data: bytes, headers: dict[str, str], is_head: bool) -> None:
             self.send_response(200)
