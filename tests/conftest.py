@@ -7,13 +7,14 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from fake_hub import Hub, serving
 
 import harvest
 from harvest.model.tiny import tiny_tokenizer
@@ -61,6 +62,13 @@ class Notes(Silent):
 
     def note(self, text: str) -> None:
         self.said.append(text)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """A Hub over loopback."""
+    with serving() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,8 @@ Shapes: T tokens, H hidden size, D directions, W values a token: H, or D where t
 
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,10 +21,10 @@ from harvest.model.describe import Description, describe
 from harvest.model.device import place, resolve_device
 from harvest.model.load import load_decoder
 from harvest.model.plain import read_plain, tolerance
-from harvest.model.sources import find_model
 from harvest.model.start_token import start_token_id
 from harvest.output.folder import RunFolder
 from harvest.reading.findings import Finding
+from harvest.reading.origin import read_model
 from harvest.reading.run import Run
 from harvest.reading.summary import spread
 from harvest.request import HarvestRequest
@@ -237,20 +236,9 @@ def _begun_with(ids: list[int], own: list[int], start: int | None) -> int | None
 
 
 def _describe(manifest: Manifest, engine: Engine) -> Description:
-    """The model of a run: by the id that its user wrote, or by the place where it was found then. Raises ModelError."""
-    model = (manifest.local or {}).get("model", {})
-    engine = engine.model_copy(update={"adapter": engine.adapter or (model.get("adapter") or {}).get("name"), "revision": None})
-    commit = model.get("revision", "")
-    names = dict.fromkeys((manifest.model_id, manifest.hf_repo))
-    for name in names:
-        try:
-            source = find_model(name, engine)
-            is_commit = not source.is_local and re.fullmatch(r"[0-9a-f]{40}", commit) is not None
-            return describe(replace(source, revision=commit) if is_commit else source)
-        except ModelError:
-            if name == list(names)[-1]:
-                raise
-    raise AssertionError("a manifest names its model")
+    """The model of a run, with its adapter, which may lie elsewhere now. Raises ModelError."""
+    adapter = ((manifest.local or {}).get("model", {}).get("adapter") or {}).get("name")
+    return read_model(manifest, engine.model_copy(update={"adapter": engine.adapter or adapter, "revision": None}), describe)
 
 
 def _directions(run: Run) -> torch.Tensor | None:

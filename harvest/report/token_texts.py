@@ -1,14 +1,13 @@
 """The text of each token of a run, by its model's tokenizer where that is on this machine."""
 
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from harvest.errors import ModelError
 from harvest.model.describe import load_tokenizer
-from harvest.model.sources import find_model
+from harvest.reading.origin import read_model
 from harvest.reading.run import Run
+from harvest.settings import Engine
 
 _IDS = "Tokens are shown by their ids"
 _TRIED = 3
@@ -23,7 +22,7 @@ class TokenTexts:
         self.note: str | None = None
         self._tokenizer: Any = None
         try:
-            tokenizer = _find_tokenizer(run)
+            tokenizer = read_model(run.manifest, Engine(), load_tokenizer)
         except ModelError as error:
             self.note = f"{_IDS}: the tokenizer of {run.manifest.model_id} is not on this machine ({error})."
             return
@@ -52,22 +51,6 @@ class TokenTexts:
         alone: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         word = self._tokenizer.convert_ids_to_tokens(int(ids[0]))
         return f" {alone}" if isinstance(word, str) and word.startswith("▁") and not alone.startswith(" ") else alone
-
-
-def _find_tokenizer(run: Run) -> Any:
-    """By the name that the run's user wrote, or by the place where the model was found then. Raises ModelError."""
-    manifest = run.manifest
-    commit = (manifest.local or {}).get("model", {}).get("revision", "")
-    names = dict.fromkeys((manifest.model_id, manifest.hf_repo))
-    for name in names:
-        try:
-            source = find_model(name)
-            is_commit = not source.is_local and re.fullmatch(r"[0-9a-f]{40}", commit) is not None
-            return load_tokenizer(replace(source, revision=commit) if is_commit else source)
-        except ModelError:
-            if name == list(names)[-1]:
-                raise
-    raise AssertionError("a manifest names its model")
 
 
 def _reads_alike(tokenizer: Any, run: Run, prompt: int) -> bool:

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,11 @@ import pytest
 import torch
 import transformers
 from conftest import LLAMA_LIKE
-from fake_hub import Hub, serving
+from fake_hub import Hub
 
 import harvest
 
 FIRST, SECOND = "a" * 40, "b" * 40
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with serving() as running:
-        yield running
 
 
 @pytest.fixture

@@ -4,23 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from fake_hub import Hub, serving
+from fake_hub import Hub
 
 import harvest
 from harvest.errors import NotARunError, RequestError
 from harvest.reading.push import make_card, push
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with serving() as running:
-        yield running
 
 
 @pytest.fixture
