@@ -36,8 +36,9 @@ def test_the_first_screen_is_what_the_scripts_and_ci_run() -> None:
 def test_every_file_and_script_that_the_readme_names_is_there() -> None:
     for name in re.findall(r"\b(?:scripts|configs|tests)/[\w./-]*\w", README):
         assert (ROOT / name).exists(), name
-    examples = set(re.findall(r"`(\w+\.py)`", README))
-    assert examples == {path.name for path in (ROOT / "examples").iterdir() if "argparse" in path.read_text()}
+    examples = set(re.findall(r"`(?:examples/)?([\w-]+\.(?:py|mjs))`", README))
+    scripts = [path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".mjs")]
+    assert examples == {path.name for path in scripts if re.search("argparse|parseArgs", path.read_text())}
 
 
 def test_get_smollm2_answers_the_folder_that_it_made(smollm2: Path) -> None:
