@@ -1,7 +1,7 @@
 """The pages of docs/ that are made from the code: commands.md from the command itself, python.md from the docstrings of its public names.
 
-    python scripts/reference.py            write both
-    python scripts/reference.py --check    exit with 1 where one is not what the code says
+python scripts/reference.py            write both
+python scripts/reference.py --check    exit with 1 where one is not what the code says
 """
 
 import argparse

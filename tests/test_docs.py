@@ -1,6 +1,12 @@
-"""The README holds what is so: its code runs, its commands are those of the scripts, and its table is the errors' own."""
+"""README and docs/ hold what is so: their code runs, their commands and options are there, their links lead somewhere.
 
+Blocks of docs/tutorial.md after the line <!-- tested --> are run as they stand, one after the other in one folder; what stands in a block
+after <!-- output --> must be in what the block before printed, with … for anything at all.
+"""
+
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +19,19 @@ from harvest.cli import cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+DOCS = ROOT / "docs"
+PAGES = {path.name: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+# Those of the tutorial work on runs of its own.
+PYTHON = [
+    code
+    for text in (README, *(PAGES[name] for name in PAGES if name != "tutorial.md"))
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+]
 RUN = "harvest run --model tiny --prompts prompts.jsonl --layers all --out run1"
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
-def test_the_python_of_the_readme_runs(code: str, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_readme_and_docs_runs(code: str, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run1").symlink_to(tiny_run)
     monkeypatch.chdir(tmp_path)
     exec(code, {})
@@ -60,3 +73,81 @@ def test_every_command_and_option_has_help_and_every_command_an_example() -> Non
         assert "Example: harvest" in (command.epilog or "")
         for option in command.params:
             assert not isinstance(option, click.Option) or option.help, option.name
+
+
+def test_the_generated_pages_are_what_the_code_says() -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "reference.py", "--check"], check=True, env=environment())
+
+
+def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
+    printed, n_run, n_compared = "", 0, 0
+    for mark, kind, block in re.findall(r"<!-- (tested|output) -->\n```(\w+)\n(.*?)```", PAGES["tutorial.md"], re.DOTALL):
+        if mark == "tested":
+            command = ["bash", "-euc", block] if kind == "bash" else [sys.executable, "-c", block]
+            done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+            assert done.returncode == 0, f"{block}\n{done.stderr}"
+            printed = done.stdout + done.stderr
+            n_run += 1
+            continue
+        for line in block.splitlines():
+            pattern = ".*".join(re.escape(part) for part in line.split("…"))
+            assert re.search(pattern, printed), f"{line!r} is not in:\n{printed}"
+            n_compared += 1
+    # So that a changed way of marking blocks does not leave them out unseen.
+    assert n_run >= 8
+    assert n_compared >= 12
+
+
+def test_every_link_of_the_docs_leads_to_a_page_and_a_heading() -> None:
+    found = 0
+    for name, text in {**PAGES, "../README.md": README}.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+            if re.match(r"https?://", target):
+                continue
+            file, _, anchor = target.partition("#")
+            path = (DOCS / name).parent / file if file else DOCS / name
+            assert path.exists(), f"{name}: {target}"
+            assert not anchor or anchor in anchors(path.read_text()), f"{name}: {target}"
+            found += 1
+    assert found > 20
+
+
+def test_every_page_is_in_the_index_and_on_the_site() -> None:
+    pages = set(PAGES) - {"index.md"}
+    assert set(re.findall(r"\((\w+\.md)\)", PAGES["index.md"])) == pages
+    assert set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) == set(PAGES)
+
+
+@pytest.mark.parametrize(
+    "line", [line for text in (README, *PAGES.values()) for line in re.findall(r"^(?:    )?(harvest .*)$", text, re.MULTILINE)]
+)
+def test_the_commands_and_options_that_are_shown_are_there(line: str) -> None:
+    words = shlex.split(line.split("   ")[0], comments=True)
+    command = cli.commands[words[1]]
+    known = {word for parameter in command.params for word in (*parameter.opts, *parameter.secondary_opts)} | {"-h", "--help"}
+    own = words[: words.index("--")] if "--" in words else words
+    for word in own:
+        assert not word.startswith("-") or word == "-" or word in known, word
+
+
+def test_every_file_that_the_docs_name_is_there() -> None:
+    for name, text in PAGES.items():
+        for path in re.findall(r"\b(?:scripts|configs|tests|examples)/[\w./-]*\w", text):
+            assert (ROOT / path).exists(), f"{name}: {path}"
+
+
+def environment() -> dict[str, str]:
+    """The variables of a shell in which `harvest` is this very one."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+
+
+def without_code(text: str) -> str:
+    """A page without its blocks of code and code in lines."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def anchors(text: str) -> set[str]:
+    """The names under which a page's headings are linked to."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
