@@ -27,6 +27,12 @@ PYTHON = [
     for text in (README, *(PAGES[name] for name in PAGES if name != "tutorial.md"))
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 ]
+# Lines that begin with a subcommand, indented as code in the README or not.
+SHOWN = [
+    line
+    for text in (README, *PAGES.values())
+    for line in re.findall(rf"^(?: {{4}})?(harvest (?:{'|'.join(cli.commands)}) .*)$", text, re.MULTILINE)
+]
 RUN = "harvest run --model tiny --prompts prompts.jsonl --layers all --out run1"
 
 
@@ -118,11 +124,10 @@ def test_every_page_is_in_the_index_and_on_the_site() -> None:
     assert set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) == set(PAGES)
 
 
-@pytest.mark.parametrize(
-    "line", [line for text in (README, *PAGES.values()) for line in re.findall(r"^(?:    )?(harvest .*)$", text, re.MULTILINE)]
-)
+@pytest.mark.parametrize("line", SHOWN)
 def test_the_commands_and_options_that_are_shown_are_there(line: str) -> None:
-    words = shlex.split(line.split("   ")[0], comments=True)
+    # In a list what a command does stands two spaces or more after it.
+    words = shlex.split(re.split(" {2,}", line)[0])
     command = cli.commands[words[1]]
     known = {word for parameter in command.params for word in (*parameter.opts, *parameter.secondary_opts)} | {"-h", "--help"}
     own = words[: words.index("--")] if "--" in words else words
