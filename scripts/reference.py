@@ -42,7 +42,7 @@ def _options(command: click.Command, context: click.Context) -> Iterator[str]:
     """A table of options for each section of a command's help."""
     sections: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(context):
-        if parameter.name != "help" and (record := parameter.get_help_record(context)) and record[1]:
+        if "--help" not in parameter.opts and (record := parameter.get_help_record(context)) and record[1]:
             sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
     for title, records in sections.items():
         yield from ("", f"| {title} | |", "| --- | --- |")
@@ -84,7 +84,7 @@ def _find(module: str, attribute: str) -> ast.FunctionDef | ast.ClassDef:
 
 def _function(node: ast.FunctionDef, name: str) -> list[str]:
     arguments = re.sub(r"^(self|cls)(, )?", "", ast.unparse(node.args))
-    answer = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    answer = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
     return ["```text", f"{name}({arguments}){answer}", "```", "", *_prose(node)]
 
 
@@ -127,6 +127,9 @@ def _prose(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
     lines: list[str] = []
     for line in (ast.get_docstring(node) or "").splitlines():
         is_point = _POINT.match(line) is not None
+        # A new sentence that is not set in is no longer of the point before.
+        if lines and lines[-1].startswith(("- ", "  ")) and lines[-1].endswith(".") and line[:1].isupper() and not is_point:
+            lines.append("")
         if is_point and lines and lines[-1] and not lines[-1].startswith(("- ", "  ")):
             lines.append("")
         in_list = bool(lines) and lines[-1].startswith(("- ", "  ")) and bool(line) and not is_point and not line.startswith("    ")
