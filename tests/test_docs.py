@@ -10,12 +10,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
+import numpy as np
 import pytest
 
 from harvest import errors
 from harvest.cli import cli
+from harvest.output.codecs import CODECS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -102,6 +105,19 @@ def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
     # So that a changed way of marking blocks does not leave them out unseen.
     assert n_run >= 8
     assert n_compared >= 12
+
+
+# Several blocks with a last one that is smaller; values that are no multiple of 8, which are not shuffled; what does not shrink; unsplit.
+@pytest.mark.parametrize(
+    ("shape", "is_noise"), [((2000, 64), False), ((40, 577), False), ((333, 77), False), ((30, 64), True), ((16, 5), False)]
+)
+def test_the_decoder_of_the_format_page_reads_what_the_codec_writes(shape: tuple[int, int], is_noise: bool) -> None:
+    code = re.findall(r"```python\n(.*?)```", PAGES["format.md"], re.DOTALL)[0].partition("rows = read_layer")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    random = np.random.default_rng(0)
+    values = random.integers(0, 1 << 16 if is_noise else 40, shape).astype(np.uint16)
+    assert names["blosc"](bytes(CODECS["lz4"].encode(values))) == values.tobytes()
 
 
 def test_every_link_of_the_docs_leads_to_a_page_and_a_heading() -> None:
