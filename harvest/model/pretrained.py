@@ -84,6 +84,8 @@ def explained(error: BaseException, what: str, name: str, repository: str | None
             f"{name} comes with code of its own, which would run on this machine; read it among its files, and give --trust-remote-code "
             "where you trust it"
         )
+    if "out of memory" in reason.lower():
+        return f"{words}: {reason}; --device-map auto spreads a model over several cards, host memory and disk"
     if repository is None:
         return f"{words}: {reason}"
     if what == "weights" and "safetensors" in reason and "does not appear to have a file" in reason:

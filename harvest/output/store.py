@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from harvest.errors import RequestError, StorageError
+from harvest.errors import NotARunError, RequestError, StorageError
 from harvest.output.credentials import client_options, credentials
 from harvest.output.objects import Digests, ObjectFile
 from harvest.output.store_errors import advice, first_words
@@ -60,6 +60,12 @@ def _heeding_a_stop(method: Callable[Concatenate["Store", P], T]) -> Callable[Co
 def is_url(name: object) -> bool:
     """Whether this names a place in an object store, and no folder."""
     return isinstance(name, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
+
+
+def no_folder(path: str | Path) -> NotARunError:
+    """The error for a run folder that is not there: what reads runs reads local ones."""
+    hint = f"; a run in an object store is read here after harvest fetch {path} DIR" if is_url(str(path)) else ""
+    return NotARunError(f"{path}: there is no such run folder{hint}")
 
 
 class Store:

@@ -15,6 +15,7 @@ from harvest.contract import HarvestJob, Manifest
 from harvest.errors import HarvestError, NotARunError
 from harvest.output.folder import RunFolder
 from harvest.output.job import read_job, with_fresh_links
+from harvest.output.store import no_folder
 from harvest.reading.axis import TokenAxis, token_axis
 from harvest.reading.shard import Shard, open_shard
 
@@ -81,7 +82,7 @@ class Run:
         self._folder = RunFolder(Path(path))
         self.path = self._folder.path
         if not self.path.is_dir():
-            raise NotARunError(f"{path}: there is no such run folder")
+            raise no_folder(path)
         if not self._folder.manifest.exists():
             job = read_job(self._folder)
             state = f"its job is {job.status}; run the same command again to finish it" if job else "it holds no job either"

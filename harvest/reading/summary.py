@@ -15,6 +15,7 @@ from harvest.errors import NotARunError
 from harvest.output.folder import RunFolder
 from harvest.output.job import read_job
 from harvest.output.record import Record
+from harvest.output.store import no_folder
 from harvest.progress import size
 from harvest.reading.documents import prompt_lengths, read_manifest, width_of
 from harvest.reading.findings import Finding
@@ -101,7 +102,7 @@ def summarize(path: str | Path) -> Summary:
     """A run folder of either kind in a few facts, also one that is not whole. Raises NotARunError where there is none."""
     folder = RunFolder(Path(path))
     if not folder.path.is_dir():
-        raise NotARunError(f"{path}: there is no such run folder")
+        raise no_folder(path)
     job = None if read_job(folder) is None else status(folder)
     if folder.manifest.exists():
         manifest = read_manifest(folder)

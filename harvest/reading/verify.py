@@ -14,9 +14,9 @@ import numpy as np
 import safetensors.numpy
 
 from harvest.contract import Manifest
-from harvest.errors import NotARunError
 from harvest.output.folder import RunFolder
 from harvest.output.record import Record
+from harvest.output.store import no_folder
 from harvest.progress import Reporter, Silent
 from harvest.reading import documents
 from harvest.reading.findings import Finding, guarded
@@ -77,7 +77,7 @@ def verify(path: str | Path, deep: int = 0, engine: Engine | None = None, report
     """
     folder = RunFolder(Path(path))
     if not folder.path.is_dir():
-        raise NotARunError(f"{path}: there is no such run folder")
+        raise no_folder(path)
     result = Verification(str(path), notes=documents.leftovers(folder))
     manifest = documents.read_manifest(folder)
     if isinstance(manifest, Finding):

@@ -285,3 +285,8 @@ def test_a_path_is_a_local_folder(tmp_path: Path) -> None:
     assert type(open_folder(tmp_path)) is type(open_folder(str(tmp_path))) is RunFolder
     with pytest.raises(RequestError, match="as a str, since a Path drops a slash"):
         open_folder(Path("s3://bucket/run"))
+
+
+def test_a_run_in_a_store_is_fetched_before_it_is_read() -> None:
+    with pytest.raises(harvest.HarvestError, match="is read here after harvest fetch s3://bucket/run DIR"):
+        harvest.open("s3://bucket/run")

@@ -14,6 +14,7 @@ from conftest import LLAMA_LIKE, TEXTS, Notes
 
 import harvest
 from harvest.errors import ModelError
+from harvest.model.pretrained import explained
 from harvest.reading.verify import verify
 
 # peft asks transformers for a name that is to go.
@@ -235,3 +236,9 @@ def test_pickle_weights_are_read_only_where_they_are_allowed(folder: Path, tmp_p
     harvest.run(request_of(folder), tmp_path / "plain")
     for prompt in range(len(TEXTS)):
         assert torch.equal(harvest.open(tmp_path / "run").prompt(prompt), harvest.open(tmp_path / "plain").prompt(prompt))
+
+
+def test_a_model_that_is_larger_than_its_card() -> None:
+    said = explained(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."), "weights", "large", None, None)
+    assert said.startswith("the weights of large cannot be loaded: CUDA out of memory.")
+    assert "--device-map auto spreads a model" in said
