@@ -9,7 +9,7 @@ from pathlib import Path
 from harvest.contract import HarvestJob
 from harvest.errors import ModelError, StorageError
 from harvest.model.revision import cached_commit
-from harvest.model.sources import Source, find_model
+from harvest.model.sources import Source, adapter_place, find_model
 from harvest.output.folder import RunFolder
 from harvest.output.job import finished_job
 from harvest.request import HarvestRequest
@@ -83,15 +83,14 @@ def _state(source: Source) -> list[object]:
         _files(source.location, source.gguf_file) if source.is_local else [source.location, cached_commit(source.location, source.revision)]
     )
     if source.adapter is not None:
-        repository, _, revision = source.adapter.partition("@")
-        is_local = Path(source.adapter).expanduser().is_dir()
-        found += _files(source.adapter) if is_local else [repository, cached_commit(repository, revision or None)]
+        folder, repository, revision = adapter_place(source.adapter)
+        found += [repository, cached_commit(repository, revision)] if folder is None else _files(str(folder))
     return found
 
 
 def _files(folder: str, only: str | None = None) -> list[object]:
     """The names, sizes and times of a folder's files."""
-    place = Path(folder).expanduser()
+    place = Path(folder)
     paths = [place / only] if only else sorted(place.iterdir())
     return [folder, *((path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in paths if path.is_file())]
 

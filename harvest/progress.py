@@ -85,14 +85,33 @@ class Progress:
         }
 
 
-class StderrReporter:
+class _Counting:
+    """What every reporter that counts has in common: the progress."""
+
+    def __init__(self) -> None:
+        self._progress = Progress()
+
+    def begin(self, n_tokens: int, n_done: int) -> None:
+        self._progress = Progress(n_tokens, n_done, n_done, started=time.monotonic())
+
+    def advance(self, n_tokens: int) -> None:
+        self._progress.done += n_tokens
+
+    def wrote(self, n_bytes: int) -> None:
+        self._progress.bytes += n_bytes
+
+    def waited(self, seconds: float) -> None:
+        self._progress.waited_s += seconds
+
+
+class StderrReporter(_Counting):
     """A moving bar on a terminal; elsewhere, as in a log file, a line every 30 seconds and one at the end."""
 
     _UNIT = "tok"
 
     def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__()
         self._stream = stream or sys.stderr
-        self._progress = Progress()
         self._next_line = 0.0
         self._bar: Any = None
         self._is_deaf = False
@@ -108,7 +127,7 @@ class StderrReporter:
                 self._bar.write(line, file=self._stream)
 
     def begin(self, n_tokens: int, n_done: int) -> None:
-        self._progress = Progress(n_tokens, n_done, n_done, started=time.monotonic())
+        super().begin(n_tokens, n_done)
         self._next_line = self._progress.started + LINE_EVERY_S
         with self._hearing():
             if self._is_deaf or not self._is_terminal():
@@ -118,20 +137,14 @@ class StderrReporter:
             self._bar = tqdm(total=n_tokens, initial=n_done, unit=self._UNIT, unit_scale=True, file=self._stream, dynamic_ncols=True)
 
     def advance(self, n_tokens: int) -> None:
-        self._progress.done += n_tokens
+        super().advance(n_tokens)
         if self._bar is not None:
             with self._hearing():
                 self._bar.set_postfix_str(self._beside(), refresh=False)
                 self._bar.update(n_tokens)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_EVERY_S
-            self._print_line()
-
-    def wrote(self, n_bytes: int) -> None:
-        self._progress.bytes += n_bytes
-
-    def waited(self, seconds: float) -> None:
-        self._progress.waited_s += seconds
+            self.note(self._so_far())
 
     def end(self) -> None:
         if self._bar is not None:
@@ -140,7 +153,7 @@ class StderrReporter:
                 bar.set_postfix_str(self._beside())
                 bar.close()
         elif self._progress.done > self._progress.first_done:
-            self._print_line()
+            self.note(self._so_far())
 
     def _is_terminal(self) -> bool:
         # A dumb terminal cannot go back to the start of a line.
@@ -160,9 +173,6 @@ class StderrReporter:
             # ValueError: the stream was closed in this process.
             self._is_deaf, self._bar = True, None
 
-    def _print_line(self) -> None:
-        self.note(self._so_far())
-
     def _so_far(self) -> str:
         return how_far(self._progress.to_dict())
 
@@ -171,32 +181,26 @@ class StderrReporter:
         return "" if left_s is None else f", {duration(left_s)} left"
 
 
-class JsonReporter:
+class JsonReporter(_Counting):
     """The same as JSON, an event a line: for a program that watches. Progress comes once a second at most, and once at the end."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__()
         self._stream = stream or sys.stderr
-        self._progress = Progress()
         self._next_line = 0.0
 
     def note(self, text: str) -> None:
         self._say("note", {"text": text})
 
     def begin(self, n_tokens: int, n_done: int) -> None:
-        self._progress = Progress(n_tokens, n_done, n_done, started=time.monotonic())
+        super().begin(n_tokens, n_done)
         self._say("begin", {"tokens": n_done, "total_tokens": n_tokens})
 
     def advance(self, n_tokens: int) -> None:
-        self._progress.done += n_tokens
+        super().advance(n_tokens)
         if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _EVENT_EVERY_S
             self._say("progress", self._progress.to_dict())
-
-    def wrote(self, n_bytes: int) -> None:
-        self._progress.bytes += n_bytes
-
-    def waited(self, seconds: float) -> None:
-        self._progress.waited_s += seconds
 
     def end(self) -> None:
         self._say("end", self._progress.to_dict())
@@ -225,12 +229,12 @@ class ReadingReporter(StderrReporter):
         return f"{now.done:,} of {now.total:,} tokens, {now.tokens_s:,.0f} tokens/s{self._left()}"
 
 
-class Counted:
+class Counted(_Counting):
     """Passes all on to another reporter, and keeps how far the run is, for who asks from elsewhere."""
 
     def __init__(self, reporter: Reporter) -> None:
+        super().__init__()
         self._reporter = reporter
-        self._progress = Progress()
 
     def so_far(self) -> dict[str, Any] | None:
         """The progress as plain values, once the passes have begun."""
@@ -240,19 +244,19 @@ class Counted:
         self._reporter.note(text)
 
     def begin(self, n_tokens: int, n_done: int) -> None:
-        self._progress = Progress(n_tokens, n_done, n_done, started=time.monotonic())
+        super().begin(n_tokens, n_done)
         self._reporter.begin(n_tokens, n_done)
 
     def advance(self, n_tokens: int) -> None:
-        self._progress.done += n_tokens
+        super().advance(n_tokens)
         self._reporter.advance(n_tokens)
 
     def wrote(self, n_bytes: int) -> None:
-        self._progress.bytes += n_bytes
+        super().wrote(n_bytes)
         self._reporter.wrote(n_bytes)
 
     def waited(self, seconds: float) -> None:
-        self._progress.waited_s += seconds
+        super().waited(seconds)
         self._reporter.waited(seconds)
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from harvest.errors import ModelError
 from harvest.model.pretrained import explained
 from harvest.model.revision import folder_revision
-from harvest.model.sources import Source, adapter_base
+from harvest.model.sources import Source, adapter_base, adapter_place
 
 _CONFIG, _WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
@@ -43,11 +43,11 @@ def find_adapter(source: Source, check: Callable[[], None] = lambda: None) -> Ad
     name = source.adapter
     if name is None:
         return None
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
+    folder, repository, of_hub = adapter_place(name)
+    if folder is None:
         if name.startswith(("/", ".", "~")):
             raise ModelError(f"adapter: there is no folder {name}")
-        folder = _fetch(name)
+        folder = _fetch(name, repository, of_hub)
         revision = folder.name
     else:
         folder = folder.resolve()
@@ -101,12 +101,11 @@ def _strangers(model: Any, names: Iterable[Any], n_layers: int) -> list[str]:
     return sorted(name for name in map(str, names) if not ((found := left_out.match(name)) and there <= int(found[1]) < n_layers))
 
 
-def _fetch(name: str) -> Path:
+def _fetch(name: str, repository: str, revision: str | None) -> Path:
     """The folder in the Hub's cache of an adapter's files, named by its commit."""
     from huggingface_hub import snapshot_download
 
-    repository, _, revision = name.partition("@")
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=["adapter_config.json", "adapter_model.*"]))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=["adapter_config.json", "adapter_model.*"]))
     except Exception as error:
-        raise ModelError(f"adapter: {explained(error, 'adapter', name, repository, revision or None)}") from error
+        raise ModelError(f"adapter: {explained(error, 'adapter', name, repository, revision)}") from error

@@ -31,8 +31,7 @@ def from_pretrained(auto_class: Any, source: Source, **kwargs: Any) -> Any:
         return auto_class.from_pretrained(source.location, **kwargs)
     except Exception as error:
         # Files that are not what they should be make transformers stumble in any of many ways.
-        place = None if source.is_local else source.location
-        raise ModelError(f"model: {explained(error, what, source.name, place, source.revision)}") from error
+        raise _failed(error, what, source) from error
 
 
 def see_whether_reachable(note: Callable[[str], None]) -> None:
@@ -59,8 +58,7 @@ def own_class(source: Source, config: Any) -> Any:
     try:
         return get_class_from_dynamic_module(reference, source.location, revision=source.revision)
     except Exception as error:
-        place = None if source.is_local else source.location
-        raise ModelError(f"model: {explained(error, 'code', source.name, place, source.revision)}") from error
+        raise _failed(error, "code", source) from error
 
 
 def check_weight_files(source: Source) -> None:
@@ -109,6 +107,11 @@ def explained(error: BaseException, what: str, name: str, repository: str | None
             "or name a local folder"
         )
     return f"{words} from {repository}: {reason}"
+
+
+def _failed(error: BaseException, what: str, source: Source) -> ModelError:
+    place = None if source.is_local else source.location
+    return ModelError(f"model: {explained(error, what, source.name, place, source.revision)}")
 
 
 def _pickle(name: str, file: str) -> str:

@@ -91,6 +91,13 @@ def _find(name: str) -> Source:
     return Source(name, name)
 
 
+def adapter_place(name: str) -> tuple[Path | None, str, str | None]:
+    """Where an adapter is that a user named: its folder, where it is one; else its repository on the Hub, and a revision of it."""
+    folder = Path(name).expanduser()
+    repository, _, revision = name.partition("@")
+    return (folder if folder.is_dir() else None), repository, revision or None
+
+
 def adapter_base(folder: Path) -> str:
     """The model that an adapter's config names as its base, by the place where it was trained. Raises ModelError."""
     path = folder / "adapter_config.json"
