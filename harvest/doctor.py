@@ -17,7 +17,7 @@ from harvest.model.describe import Description, describe
 from harvest.model.device import Placement, free_memory_bytes, resolve_device
 from harvest.model.load import class_and_config
 from harvest.model.sources import find_model
-from harvest.model.start_token import start_token_id
+from harvest.model.start_token import about_token, start_token_id
 from harvest.model.tiny import tiny_model
 from harvest.output import durable
 from harvest.output.manifest import versions
@@ -36,7 +36,6 @@ def examine_model(name: str, engine: Engine | None = None) -> dict[str, Any]:
     """
     description = describe(find_model(name, engine))
     model, per_block, beside = build(description)
-    start = start_token_id(description.tokenizer, description.config)
     return {
         "model": name,
         "repository": description.repository,
@@ -47,7 +46,7 @@ def examine_model(name: str, engine: Engine | None = None) -> dict[str, Any]:
         "quartiles": quartiles(description.n_layers),
         "hidden_size": description.hidden_size,
         "context_length": description.context_length,
-        "start_token": None if start is None else {"id": start, "text": description.tokenizer.convert_ids_to_tokens(start)},
+        "start_token": about_token(description.tokenizer, start_token_id(description.tokenizer, description.config)),
         "dtype": description.dtype,
         "parameters": sum(weights.numel() for weights in model.parameters()),
         "parameters_a_block": per_block,
@@ -75,6 +74,11 @@ def build(description: Description) -> tuple[Any, int, int]:
     decoder = find_decoder(model, description.n_layers)
     sizes = [_count(block) for block in find_blocks(decoder, description.n_layers)]
     return model, max(sizes), _count(decoder) - sum(sizes)
+
+
+def weight_bytes(per_block: int, beside: int, n_blocks: int, dtype: str) -> int:
+    """The bytes of a decoder's first blocks and what stands beside them, from what `build` counts."""
+    return (per_block * n_blocks + beside) * int(getattr(torch, dtype).itemsize)
 
 
 def free_bytes(placement: Placement) -> int:
@@ -107,12 +111,11 @@ def needs(model: Mapping[str, Any], device: str = "auto") -> dict[str, Any]:
     """What a run of a model's quartiles and of all its layers needs on a device of this machine."""
     where = resolve_device(device)
     dtype = "float32" if where.type == "cpu" else model["dtype"]
-    item = getattr(torch, dtype).itemsize
     free = free_bytes(Placement(where))
     answer: dict[str, Any] = {"device": str(where), "compute_dtype": dtype, "free_bytes": free}
     for name, layers in (("quartiles", model["quartiles"]), ("all", list(range(model["n_layers"])))):
         n_blocks = layers[-1] + 1
-        weights = (n_blocks * model["parameters_a_block"] + model["parameters_beside_the_blocks"]) * item
+        weights = weight_bytes(model["parameters_a_block"], model["parameters_beside_the_blocks"], n_blocks, dtype)
         answer[name] = {"weight_bytes": weights, "bytes_a_token_stored": len(layers) * model["hidden_size"] * 2, "fits": weights < free}
     return answer
 

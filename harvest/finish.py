@@ -14,6 +14,7 @@ from harvest.asked import note_asked
 from harvest.contract import HarvestJob, HarvestResult
 from harvest.errors import StorageError
 from harvest.model.describe import Description
+from harvest.model.start_token import about_token
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, round_timings
 from harvest.output.manifest import make_manifest, shard_entries, versions
@@ -126,13 +127,12 @@ def _write_manifest(
     folder: RunFolder, prepared: Prepared, job: HarvestJob, stats: RunStats, stats_sha256: str, published: Sequence[Record]
 ) -> None:
     layout, tokens, description = prepared.layout, prepared.tokens, prepared.description
-    start = tokens.start_token_id
     local = {
         "versions": versions(),
         "model": _about_model(description),
         "device": _device_name(prepared.settings.device),
         "engine": asdict(prepared.settings),
-        "start_token": None if start is None else {"id": start, "text": description.tokenizer.convert_ids_to_tokens(start)},
+        "start_token": about_token(description.tokenizer, tokens.start_token_id),
         "storage": layout.storage(),
         "checksums": {folder.shard_key(record.shard): f"sha256:{record.sha256}" for record in published}
         | {folder.stats.name: f"sha256:{stats_sha256}"},

@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from harvest.begin import default_folder, look
-from harvest.doctor import build, free_bytes
+from harvest.doctor import build, free_bytes, weight_bytes
 from harvest.errors import FolderError
+from harvest.model.start_token import about_token
 from harvest.output.folder import RunFolder
 from harvest.output.space import needed_bytes
 from harvest.output.staged import open_folder
@@ -104,11 +103,11 @@ def forecast(
     on_disk = needed_bytes(layout, unwritten, prepared.reserved_tokens, folder.most_shards)
     free = shutil.disk_usage(_standing(folder.path)).free
     _, per_block, beside = build(prepared.description)
-    weights = (per_block * (prepared.layers[-1] + 1) + beside) * getattr(torch, prepared.settings.compute_dtype).itemsize
+    weights = weight_bytes(per_block, beside, prepared.layers[-1] + 1, prepared.settings.compute_dtype)
     device_free = free_bytes(prepared.placement)
     n_buffers, buffer_bytes = buffer_sizes(plan.windows, layout, prepared.settings.window_bytes)
     speed = recall(prepared)
-    start = prepared.tokens.start_token_id
+    start = about_token(prepared.description.tokenizer, prepared.tokens.start_token_id)
     return Forecast(
         folder=folder.name,
         model=request.model,
@@ -118,7 +117,7 @@ def forecast(
         n_prompts=len(lengths),
         n_cut=len(prepared.tokens.cut),
         longest_prompt=int(lengths.max()),
-        start_token=None if start is None else prepared.description.tokenizer.convert_ids_to_tokens(start),
+        start_token=None if start is None else start["text"],
         tokens=len(prepared.tokens.ids),
         n_batches=len(batches),
         batch_tokens=plan.batch_tokens,

@@ -50,3 +50,8 @@ def _is_in_files(tokenizer: Any) -> bool:
         return True
     added_in_files = tokenizer.init_kwargs.get("added_tokens_decoder", {})
     return tokenizer.bos_token_id in added_in_files or tokenizer.bos_token in tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+
+
+def about_token(tokenizer: Any, token_id: int | None) -> dict[str, Any] | None:
+    """A token as documents name it, by its id and its text; None for none."""
+    return None if token_id is None else {"id": token_id, "text": tokenizer.convert_ids_to_tokens(token_id)}

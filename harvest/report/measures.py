@@ -82,7 +82,7 @@ def measure(run: Run, layers: Sequence[int], max_values: int, n_strongest: int, 
     """
     reporter = reporter or Silent()
     positions = [run.layer_position(layer) for layer in layers]
-    edges = position_edges(max(tensor.shape[0] for entry in run.manifest.shards for tensor in entry.tensors if len(tensor.shape) == 1))
+    edges = position_edges(int(np.diff(run.axis.prompt_offsets).max()))
     tallies = [_Tally(run, edges, n_strongest) for _ in layers]
     n_read = 0
     reporter.begin(run.n_tokens, 0)
