@@ -1,20 +1,25 @@
 """A run's decoder: its weights loaded, and seen to have a stream that is read right before anything is written."""
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from harvest.errors import HarvestError
 from harvest.model.blocks import LoadedDecoder
-from harvest.model.capture import Capture
-from harvest.model.load import load_decoder
-from harvest.model.plain import check_values, tolerance
+from harvest.model.blockwise import BlockwiseDecoder
+from harvest.model.load import load_blockwise, load_decoder
+from harvest.model.plain import tolerance
 from harvest.model.soundness import check_stream, tried_tokens
 from harvest.prepare import Prepared
-from harvest.progress import Reporter
+from harvest.progress import Reporter, size
+from harvest.stop import StopFlag
 
 
 def load(prepared: Prepared, reporter: Reporter) -> LoadedDecoder:
     """Load a run's decoder up to the deepest asked block, and see that it has a stream that is read right. Raises ModelError."""
-    dtype, n_blocks = getattr(torch, prepared.settings.compute_dtype), prepared.layers[-1] + 1
+    dtype, n_blocks = getattr(torch, prepared.settings.compute_dtype), prepared.n_blocks
     ids = prepared.tokens.of(int(prepared.plan.lengths.argmax()))
     switches = prepared.plan.length_switches
     n_tried = tried_tokens(prepared.description.n_chosen_keys)
@@ -36,14 +41,37 @@ def load(prepared: Prepared, reporter: Reporter) -> LoadedDecoder:
     return decoder
 
 
-def compare(prepared: Prepared, decoder: LoadedDecoder, capture: Capture, reporter: Reporter) -> None:
-    """--check: compare the longest prompt and one of the middle length, read together as the run would, with each alone."""
+def load_streamed(prepared: Prepared, reporter: Reporter, stop: StopFlag) -> BlockwiseDecoder:
+    """Load what stands beside the blocks of a run's decoder, and see that all that the blocks take is there. Raises ModelError.
+
+    Whether the stream is read right shows when the blocks are there: see `model.witness`.
+    """
+    dtype = getattr(torch, prepared.settings.compute_dtype)
+    decoder = load_blockwise(prepared.description, prepared.placement, dtype, prepared.n_blocks, prepared.settings.attention)
+    decoder.rehearse(stop.check)
+    n_bytes = sum(decoder.n_bytes(block) for block in range(prepared.n_blocks))
+    n_windows = len(prepared.plan.windows)
+    reporter.note(
+        f"weights: {prepared.n_blocks} blocks of {size(n_bytes)} are streamed, once for each of {n_windows} "
+        f"window{'' if n_windows == 1 else 's'}"
+    )
+    return decoder
+
+
+def batches_to_check(prepared: Prepared) -> list[list[npt.NDArray[np.int32]]]:
+    """What --check reads: the longest prompt and one of the middle length, together as the run would, by their token ids."""
     order = prepared.plan.lengths.argsort(kind="stable")
     chosen = sorted({int(order[place]) for place in (len(order) // 2, len(order) - 1)})
-    allowed = tolerance(prepared.settings.store_dtype, prepared.settings.compute_dtype)
     # With so large a budget a pass costs more than any padding: only those that may never share a batch do not share one here.
-    batches = prepared.plan.cut(chosen, 1 << 40)
-    prompts = [[prepared.tokens.of(number) for number in batch] for batch in batches]
-    worst = max(check_values(decoder, capture, prepared.layers, batch, allowed) for batch in prompts)
+    return [[prepared.tokens.of(number) for number in batch] for batch in prepared.plan.cut(chosen, 1 << 40)]
+
+
+def allowed_error(prepared: Prepared) -> float:
+    """How far a prompt of a batch may be from the same prompt alone, on average, relative to its norm."""
+    return tolerance(prepared.settings.store_dtype, prepared.settings.compute_dtype)
+
+
+def say_checked(batches: Sequence[Sequence[npt.NDArray[np.int32]]], worst: float, allowed: float) -> str:
+    """What to say of a check that found nothing wrong."""
     how = "in a batch" if len(batches) == 1 else f"in {len(batches)} batches"
-    reporter.note(f"checked: {len(chosen)} prompts {how} are within {worst:.1e} of what each gives alone ({allowed:.0e} is allowed)")
+    return f"checked: {sum(map(len, batches))} prompts {how} are within {worst:.1e} of what each gives alone ({allowed:.0e} is allowed)"

@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 
-from harvest.errors import HarvestError, ModelError
-from harvest.model.blocks import find_blocks, find_decoder
-from harvest.model.describe import Description, describe
+from harvest.model.describe import describe
 from harvest.model.device import Placement, free_memory_bytes, resolve_device
-from harvest.model.load import class_and_config
 from harvest.model.sources import find_model
 from harvest.model.start_token import about_token, start_token_id
-from harvest.model.tiny import tiny_model
+from harvest.model.weigh import build, free_bytes, weight_bytes
 from harvest.output import durable
 from harvest.output.manifest import versions
 from harvest.request import quartiles
@@ -54,42 +51,6 @@ def examine_model(name: str, engine: Engine | None = None) -> dict[str, Any]:
     }
 
 
-def build(description: Description) -> tuple[Any, int, int]:
-    """A model without memory for its weights; and the parameters of its largest block, and of its decoder beside the blocks.
-
-    Raises ModelError where it cannot be built, or its blocks are not found.
-    """
-    if description.source.is_tiny:
-        model: Any = tiny_model()
-    else:
-        try:
-            decoder_class, config = class_and_config(description)
-            with torch.device("meta"):
-                model = decoder_class(config)
-        except HarvestError:
-            raise
-        except Exception as error:
-            name = description.source.name
-            raise ModelError(f"model: {name} cannot be built from its config: {type(error).__name__}: {error}") from error
-    decoder = find_decoder(model, description.n_layers)
-    sizes = [_count(block) for block in find_blocks(decoder, description.n_layers)]
-    return model, max(sizes), _count(decoder) - sum(sizes)
-
-
-def weight_bytes(per_block: int, beside: int, n_blocks: int, dtype: str) -> int:
-    """The bytes of a decoder's first blocks and what stands beside them, from what `build` counts."""
-    return (per_block * n_blocks + beside) * int(getattr(torch, dtype).itemsize)
-
-
-def free_bytes(placement: Placement) -> int:
-    """The memory for weights where a model would be placed: of all its devices, where it is spread."""
-    if placement.limits is not None:
-        return sum(placement.limits.values())
-    if placement.device.type == "cuda":
-        return torch.cuda.mem_get_info(placement.device)[0]
-    return free_memory_bytes()
-
-
 def examine_machine(folder: Path) -> dict[str, Any]:
     """What this machine has: libraries, devices, memory, and the disk of a folder, which 256 MiB are written to."""
     return {
@@ -118,10 +79,6 @@ def needs(model: Mapping[str, Any], device: str = "auto") -> dict[str, Any]:
         weights = weight_bytes(model["parameters_a_block"], model["parameters_beside_the_blocks"], n_blocks, dtype)
         answer[name] = {"weight_bytes": weights, "bytes_a_token_stored": len(layers) * model["hidden_size"] * 2, "fits": weights < free}
     return answer
-
-
-def _count(module: torch.nn.Module) -> int:
-    return sum(weights.numel() for weights in module.parameters())
 
 
 def _devices() -> list[dict[str, Any]]:

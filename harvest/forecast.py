@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from harvest.begin import default_folder, look
-from harvest.doctor import build, free_bytes, weight_bytes
 from harvest.errors import FolderError
 from harvest.model.start_token import about_token
+from harvest.model.weigh import build, free_bytes, weight_bytes
 from harvest.output.folder import RunFolder
 from harvest.output.space import needed_bytes
 from harvest.output.staged import open_folder

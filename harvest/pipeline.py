@@ -11,19 +11,18 @@ import torch
 from harvest.asked import note_asked
 from harvest.begin import begin, check_kind, default_folder, empty, look
 from harvest.contract import HarvestJob
-from harvest.decoder import compare, load
+from harvest.decoder import load, load_streamed
 from harvest.errors import CancelledError, FolderError, HarvestError, RequestError, RequeuedError, StorageError
 from harvest.finish import Clock, make_whole, missing_shards, say_missing
 from harvest.input.plan import Window
 from harvest.model.blocks import LoadedDecoder
-from harvest.model.capture import Capture
-from harvest.model.transfer import Transfer
+from harvest.model.blockwise import BlockwiseDecoder
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, read_job, with_fresh_links
 from harvest.output.presence import Presence, check_free, live_claims
 from harvest.output.space import check_space, needed_bytes
 from harvest.output.staged import open_folder
-from harvest.output.writers import WindowBuffers, Writers
+from harvest.output.writers import Writers
 from harvest.parts import WHOLE, Part, find_rank
 from harvest.prepare import Prepared, prepare
 from harvest.progress import Counted, Reporter, Silent
@@ -31,7 +30,8 @@ from harvest.request import HarvestRequest
 from harvest.settings import Engine
 from harvest.speed import remember
 from harvest.stop import GOES_ON, StopFlag
-from harvest.window import read_window
+from harvest.stream import StreamReader, make_buffers
+from harvest.window import WindowReader
 
 
 def run(
@@ -187,7 +187,7 @@ def _compute(
     if device.type == "cuda":
         # Kernels that are compiled under way are launched on the current card, whichever their tensors are on.
         torch.cuda.set_device(device)
-    decoder = load(prepared, reporter)
+    decoder = load_streamed(prepared, reporter, stop) if prepared.settings.weights == "stream" else load(prepared, reporter)
     clock.load_s = time.monotonic() - started
     stop.check()
     reporter.begin(n_tokens, n_tokens - sum(window.n_tokens for window in todo))
@@ -215,7 +215,7 @@ def _find_done(folder: RunFolder, prepared: Prepared, shards: Iterable[int], rep
 def _run_windows(
     folder: RunFolder,
     prepared: Prepared,
-    decoder: LoadedDecoder,
+    decoder: LoadedDecoder | BlockwiseDecoder,
     todo: Sequence[Window],
     done: set[int],
     clock: Clock,
@@ -223,20 +223,17 @@ def _run_windows(
     stop: StopFlag,
 ) -> None:
     """Read windows, and write their shards beside the next window's forward passes."""
-    layout, settings = prepared.layout, prepared.settings
-    buffers = WindowBuffers(todo, layout, settings.window_bytes)
+    layout = prepared.layout
+    buffers = make_buffers(prepared, todo)
     with (
-        _capture(prepared, decoder) as capture,
+        _reader(prepared, decoder, todo, reporter, stop) as reader,
         Writers(folder, layout, prepared.tokens, prepared.fingerprint, reporter.wrote) as writers,
     ):
-        if prepared.check_values:
-            compare(prepared, decoder, capture, reporter)
-        transfer = Transfer(torch.device(settings.device))
         asked = time.monotonic()
         for window in todo:
             buffer = buffers.acquire(window.n_tokens, partial(_check, stop, writers))
             started = time.monotonic()
-            lowered = read_window(window, buffer, prepared, capture, transfer, reporter, stop)
+            lowered = reader.read(window, buffer)
             writers.submit(window, buffer, done.__contains__, lowered)
             clock.wait_s += started - asked
             reporter.waited(started - asked)
@@ -252,6 +249,10 @@ def _check(stop: StopFlag, writers: Writers) -> None:
     writers.check()
 
 
-def _capture(prepared: Prepared, decoder: LoadedDecoder) -> Capture:
-    store_dtype = getattr(torch, prepared.settings.store_dtype)
-    return Capture(decoder, prepared.layers, prepared.description.hidden_size, store_dtype, prepared.directions_DH)
+def _reader(
+    prepared: Prepared, decoder: LoadedDecoder | BlockwiseDecoder, todo: Sequence[Window], reporter: Reporter, stop: StopFlag
+) -> WindowReader | StreamReader:
+    """What reads windows: through a model that is loaded, or one whose blocks are streamed."""
+    if isinstance(decoder, BlockwiseDecoder):
+        return StreamReader(prepared, decoder, todo, reporter, stop)
+    return WindowReader(prepared, decoder, reporter, stop)

@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from harvest.model.describe import Description, describe, max_context
 from harvest.model.device import Placement, place, resolve_device
 from harvest.model.sources import find_model
 from harvest.model.start_token import chosen_start_token_id, start_token_id
+from harvest.model.streaming import Room, choose_weights, find_room
 from harvest.output.codecs import default_codec
 from harvest.output.layout import FORMAT_VERSION, ShardLayout
 from harvest.output.record import Fingerprint
@@ -26,6 +28,9 @@ from harvest.progress import Reporter
 from harvest.request import HarvestRequest
 from harvest.settings import Dtype, Engine
 from harvest.stop import StopFlag
+
+# On the device at once: one that computes, the next, and what that one is made of.
+_STREAMED_BLOCKS = 3
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,16 @@ class Settings:
     batch_tokens: int
     window_bytes: int
     device_map: str
+    weights: Literal["resident", "stream"] = "resident"
+    window_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to begin. directions_DH: of length 1, where the run projects."""
+    """A run that is ready to begin.
+
+    directions_DH: of length 1, where the run projects. room: for rows and waiting streams, where blocks are streamed; else None.
+    """
 
     request: HarvestRequest
     description: Description
@@ -59,6 +69,12 @@ class Prepared:
     fingerprint: Fingerprint
     allow_nonfinite: bool
     check_values: bool
+    room: Room | None = None
+
+    @property
+    def n_blocks(self) -> int:
+        """How many blocks are run: up to the deepest asked."""
+        return self.layers[-1] + 1
 
     @property
     def reserved_tokens(self) -> int:
@@ -67,8 +83,9 @@ class Prepared:
 
     @property
     def digest(self) -> str:
-        """The fingerprint in 64 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
+        """The fingerprint in 64 hexadecimal digits, without what a run that goes on keeps from when it was begun."""
+        asked = {name: value for name, value in self.fingerprint.items() if name != "window_tokens"}
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 def prepare(
@@ -76,7 +93,8 @@ def prepare(
 ) -> Prepared:
     """Decide everything that can be decided without the model's weights. Raises RequestError.
 
-    held: the fingerprint of the run that is gone on with; the budget of a batch that was chosen there, maybe for another card, stays.
+    held: the fingerprint of the run that is gone on with; the budgets of a batch and of a window that were chosen there, maybe for another
+        machine, stay.
     """
     device = resolve_device(engine.device, rank, reporter.note)
     placement = place(engine, device)
@@ -94,6 +112,9 @@ def prepare(
     else:
         about["directions"] = f"sha256:{hashlib.sha256(directions_DH.tobytes()).hexdigest()}"
         layout = ShardLayout("projections", tuple(layers), len(directions_DH), settings.store_dtype, settings.codec, about)
+    room = find_room(engine, rank) if settings.weights == "stream" else None
+    if room is not None or engine.window_tokens is not None or (held or {}).get("window_tokens"):
+        settings = replace(settings, window_tokens=_window_tokens(engine, description, settings, layout, tokens, room, held, reporter))
     plan = make_plan(
         tokens.lengths,
         request.shard_size,
@@ -102,11 +123,13 @@ def prepare(
         settings.batch_tokens,
         description.length_switches,
         description.n_chosen_keys,
+        settings.window_tokens,
     )
     fingerprint = {
         **request.model_dump(exclude={"prompts", "layers", "project_onto"}),
         **about,
-        **{name: value for name, value in asdict(settings).items() if name != "device_map"},
+        **{name: value for name, value in asdict(settings).items() if name not in ("device_map", "weights") and value is not None},
+        "context_length": settings.context_length,
         # Which of several cards computed is no difference, nor where the weights lay meanwhile; that it was a card is.
         "device": device.type,
         "prompts": digest_prompts(request.prompts),
@@ -130,7 +153,35 @@ def prepare(
         fingerprint,
         engine.allow_nonfinite,
         engine.check,
+        room,
     )
+
+
+def _window_tokens(
+    engine: Engine,
+    description: Description,
+    settings: Settings,
+    layout: ShardLayout,
+    tokens: Tokens,
+    room: Room | None,
+    held: Fingerprint | None,
+    reporter: Reporter,
+) -> int | None:
+    """The most tokens of a window, where they are given or blocks are streamed; None for what follows from the other settings."""
+    if engine.window_tokens is not None:
+        return engine.window_tokens
+    if room is None:
+        # Begun where its blocks were streamed.
+        return (held or {}).get("window_tokens")
+    state_bytes = description.hidden_size * getattr(torch, settings.compute_dtype).itemsize
+    chosen = room.window_tokens(layout.token_bytes, state_bytes, len(tokens.ids))
+    begun_with: int | None = held.get("window_tokens") if held else chosen
+    if begun_with != chosen:
+        reporter.note(
+            f"windows of {f'{begun_with:,} tokens' if begun_with else 'a run that is not streamed'}, with which this run was begun; "
+            f"{chosen:,} would be chosen here"
+        )
+    return begun_with
 
 
 def _compare_base(description: Description, reporter: Reporter) -> None:
@@ -176,12 +227,14 @@ def _resolve(
     auto_store: Dtype = "bfloat16" if directions_DH is None else "float32"
     store_dtype = auto_store if engine.store_dtype == "auto" else engine.store_dtype
     compute_dtype = auto_dtype if engine.compute_dtype == "auto" else engine.compute_dtype
+    weights = choose_weights(engine, placement, description, layers[-1] + 1, compute_dtype, reporter.note)
     batch_tokens = engine.batch_tokens
     if batch_tokens is None:
         width = description.hidden_size if directions_DH is None else len(directions_DH)
         token_bytes = len(layers) * width * getattr(torch, store_dtype).itemsize
         text = description.config.get_text_config(decoder=True)
-        batch_tokens = auto_batch_tokens(placement, text, layers[-1] + 1, getattr(torch, compute_dtype).itemsize, token_bytes)
+        n_loaded = _STREAMED_BLOCKS if weights == "stream" else layers[-1] + 1
+        batch_tokens = auto_batch_tokens(placement, text, n_loaded, getattr(torch, compute_dtype).itemsize, token_bytes)
         begun_with = held.get("batch_tokens", batch_tokens)
         if begun_with != batch_tokens:
             reporter.note(f"batches of {begun_with:,} tokens, with which this run was begun; {batch_tokens:,} would be chosen here")
@@ -196,6 +249,7 @@ def _resolve(
         batch_tokens=batch_tokens,
         window_bytes=engine.window_bytes,
         device_map=engine.device_map,
+        weights=weights,
     )
 
 

@@ -67,6 +67,19 @@ class Engine(BaseModel):
     max_memory: Annotated[str, AfterValidator(_check_max_memory)] | None = Field(
         default=None, description="With device_map auto: the most that the weights take on a device, such as cuda:0=70GiB,cpu=100GiB."
     )
+    weights: Literal["auto", "resident", "stream"] = Field(
+        default="auto",
+        description="Resident: all needed weights on the device. Stream: each block is read from the files once a window. "
+        "Auto: stream where they do not fit.",
+    )
+    window_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most tokens of a window. Left out: by window_bytes, or by the room that there is for streaming.",
+    )
+    scratch: str | None = Field(
+        default=None, min_length=1, description="A folder for what does not fit host memory while blocks are streamed."
+    )
     check: bool = Field(default=False, description="Before a run, read two of its prompts in a batch and alone, and compare.")
     allow_nonfinite: bool = Field(default=False, description="Store NaN and inf where the model computes them, and count them.")
 

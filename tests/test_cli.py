@@ -51,7 +51,7 @@ def test_every_flag_reaches_the_run(prompts: Path, tmp_path: Path) -> None:
         "run", "--model", "tiny", "--prompts", prompts, "--layers", "2", "--shard-size", "2", "--batch-size", "16",
         "--no-add-special-tokens", "--compute-dtype", "bfloat16", "--store-dtype", "float16", "--codec", "zstd", "--context-length", "40",
         "--batch-tokens", "100", "--window-bytes", "1000000", "--device", "cpu", "--attention", "eager",
-        "--device-map", "auto", "--max-memory", "cpu=1GiB", "--out", tmp_path / "run",
+        "--device-map", "auto", "--max-memory", "cpu=1GiB", "--weights", "resident", "--window-tokens", "300", "--out", tmp_path / "run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = harvest.open(tmp_path / "run")
@@ -59,7 +59,7 @@ def test_every_flag_reaches_the_run(prompts: Path, tmp_path: Path) -> None:
     assert (run.layers, run.n_shards, manifest.batch_size, manifest.add_special_tokens, manifest.dtype) == ([2], 5, 16, False, "float16")
     assert manifest.local["engine"] == {
         "device": "cpu", "compute_dtype": "bfloat16", "store_dtype": "float16", "codec": "zstd", "attention": "eager", "context_length": 40,
-        "batch_tokens": 100, "window_bytes": 1_000_000, "device_map": "auto",
+        "batch_tokens": 100, "window_bytes": 1_000_000, "device_map": "auto", "weights": "resident", "window_tokens": 300,
     }  # fmt: skip
     assert run.token_ids(6).tolist() == list(b"x" * 39)
 

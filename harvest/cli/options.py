@@ -74,6 +74,13 @@ _ENGINE = [
     _engine("--context-length", type=int, metavar="N", help="Tokens of context; a prompt keeps its first N - 1. [default: the model's]"),
     _engine("--batch-tokens", type=int, metavar="N", help="Padded tokens of one forward pass. [default: by device]"),
     _engine("--window-bytes", type=int, metavar="N", help="Host memory for captured rows, in bytes. [default: 2 GiB]"),
+    _engine(
+        "--weights",
+        metavar="HOW",
+        help="auto; resident, all on the device; or stream, each block read from the files once a window. [default: auto]",
+    ),
+    _engine("--window-tokens", type=int, metavar="N", help="The most tokens of a window. [default: by --window-bytes, or by the room]"),
+    _engine("--scratch", metavar="DIR", help="With streamed weights: a folder for what does not fit host memory, for larger windows."),
     _engine("--check", is_flag=True, default=None, help="First read two prompts in a batch and alone, and compare every layer."),
     _engine("--allow-nonfinite", is_flag=True, default=None, help="Store NaN and inf where the model computes them, and count them."),
     *_LOADING,

@@ -116,6 +116,7 @@ def make_plan(
     batch_tokens: int,
     length_switches: tuple[int, ...] = (),
     equal_above: int | None = None,
+    window_tokens: int | None = None,
 ) -> Plan:
     """Plan a run.
 
@@ -126,12 +127,14 @@ def make_plan(
     batch_tokens: padded tokens of one forward pass.
     length_switches: lengths above which the model reads a whole batch otherwise, ascending.
     equal_above: above this length only prompts of the same length share a batch.
+    window_tokens: the most tokens of a window, instead of what follows from window_bytes and batch_tokens.
     """
     if equal_above is not None:
         own = lengths[lengths > equal_above].tolist()
         length_switches = tuple(sorted({*length_switches, equal_above, *own}))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    max_tokens = min(max(1, window_bytes // 2 // token_bytes), _WINDOW_BATCHES * batch_tokens, max(_WINDOW_TOKENS, batch_tokens))
+    by_bytes = max(1, window_bytes // 2 // token_bytes)
+    max_tokens = window_tokens or min(by_bytes, _WINDOW_BATCHES * batch_tokens, max(_WINDOW_TOKENS, batch_tokens))
     shards = tuple(
         Shard(index, first, end := min(first + shard_size, len(lengths)), int(offsets[end] - offsets[first]))
         for index, first in enumerate(range(0, len(lengths), shard_size))

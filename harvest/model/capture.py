@@ -4,7 +4,8 @@ Shapes: B prompts of a batch, S padded length, T real tokens of the batch end to
 W values kept of each token: H, or D where the stream is projected.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,17 @@ class Captured:
 
     rows_LTW: torch.Tensor
     peaks_L: torch.Tensor
+
+
+@contextmanager
+def true_float32() -> Iterator[None]:
+    """True float32 in every matrix product, the projection's above all: no TF32 on a GPU, no bfloat16 on a CPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class _DeepestReadError(Exception):
@@ -62,13 +74,12 @@ class Capture:
         self._pass: _Pass | None = None
 
     def __enter__(self) -> Self:
-        # True float32 in every matrix product, the projection's above all: no TF32 on a GPU, no bfloat16 on a CPU.
-        self._precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
+        self._precision = ExitStack()
+        self._precision.enter_context(true_float32())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        torch.set_float32_matmul_precision(self._precision)
+        self._precision.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -79,7 +90,7 @@ class Capture:
         There is no attention mask: in a causal decoder no real token looks at the padding to its right, and without a mask attention
         takes its fastest path. Raises StreamError where a block is not called exactly once, or hands out another shape.
         """
-        ids_BS, real_T = self._pad(prompts)
+        ids_BS, real_T = pad(prompts, self._device)
         self._pass = _Pass(
             shape=(*ids_BS.shape, self._hidden_size),
             real_T=real_T,
@@ -98,20 +109,6 @@ class Capture:
             f"the forward pass ended after calling {n_read} of the {len(self._layers)} asked decoder blocks; "
             "this model does not run its blocks in order for text alone"
         )
-
-    def _pad(self, prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Token ids int64 [B, S], and the places of the real tokens in [B * S], or None where all are real."""
-        lengths = [len(ids) for ids in prompts]
-        longest = max(lengths)
-        # Any id that the model has will do as padding: no real token sees it, and its rows are dropped.
-        padded = np.zeros((len(prompts), longest), dtype=np.int64)
-        for row, ids in zip(padded, prompts, strict=True):
-            row[: len(ids)] = ids
-        ids_BS = torch.from_numpy(padded).to(self._device)
-        if min(lengths) == longest:
-            return ids_BS, None
-        real = np.concatenate([np.arange(length) + row * longest for row, length in enumerate(lengths)])
-        return ids_BS, torch.from_numpy(real).to(self._device)
 
     def _hook(self, position: int, layer: int) -> Any:
         is_deepest = position == len(self._layers) - 1
@@ -141,19 +138,49 @@ class _Pass:
     def store(self, position: int, layer: int, stream_BSH: Any) -> None:
         if position != self.n_read:
             raise StreamError(f"decoder block {layer} was called out of turn; this model does not run each block once, in order")
-        if not isinstance(stream_BSH, torch.Tensor) or tuple(stream_BSH.shape) != self.shape:
-            found = list(stream_BSH.shape) if isinstance(stream_BSH, torch.Tensor) else type(stream_BSH).__name__
-            raise StreamError(
-                f"decoder block {layer} hands out {found}, where one stream of shape [batch, token, hidden] = {list(self.shape)} "
-                "was expected; this model has no single residual stream there"
-            )
-        rows_TH = stream_BSH.reshape(-1, self.shape[-1])
-        if self.real_T is not None:
-            rows_TH = rows_TH.index_select(0, self.real_T.to(rows_TH.device))
-        rows_TW = rows_TH if self.directions_DH is None else project(rows_TH, self.directions_DH)
+        check_shape(stream_BSH, self.shape, layer)
+        rows_TW = take_rows(stream_BSH, self.real_T, self.directions_DH)
         self.peaks_L[position] = rows_TW.abs().amax()
         self.rows_LTW[position].copy_(rows_TW)
         self.n_read += 1
+
+
+def pad(
+    prompts: Sequence[npt.NDArray[np.int32]], device: torch.device, width: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Token ids int64 [B, S], padded on the right, and the places of the real tokens in [B * S], or None where all are real.
+
+    width: of the batch, where that is more than its longest prompt.
+    """
+    lengths = [len(ids) for ids in prompts]
+    longest = width or max(lengths)
+    # Any id that the model has will do as padding: no real token sees it, and its rows are dropped.
+    padded = np.zeros((len(prompts), longest), dtype=np.int64)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    ids_BS = torch.from_numpy(padded).to(device)
+    if min(lengths) == longest:
+        return ids_BS, None
+    real = np.concatenate([np.arange(length) + row * longest for row, length in enumerate(lengths)])
+    return ids_BS, torch.from_numpy(real).to(device)
+
+
+def check_shape(stream_BSH: Any, shape: tuple[int, ...], layer: int) -> None:
+    """Raise StreamError where a block does not hand out one stream of this shape."""
+    if not isinstance(stream_BSH, torch.Tensor) or tuple(stream_BSH.shape) != shape:
+        found = list(stream_BSH.shape) if isinstance(stream_BSH, torch.Tensor) else type(stream_BSH).__name__
+        raise StreamError(
+            f"decoder block {layer} hands out {found}, where one stream of shape [batch, token, hidden] = {list(shape)} "
+            "was expected; this model has no single residual stream there"
+        )
+
+
+def take_rows(stream_BSH: torch.Tensor, real_T: torch.Tensor | None, directions_DH: torch.Tensor | None) -> torch.Tensor:
+    """The rows [T, W] of the real tokens, projected where there are directions. real_T: their places in [B * S], None for all."""
+    rows_TH = stream_BSH.reshape(-1, stream_BSH.shape[-1])
+    if real_T is not None:
+        rows_TH = rows_TH.index_select(0, real_T.to(rows_TH.device))
+    return rows_TH if directions_DH is None else project(rows_TH, directions_DH)
 
 
 def project(rows_TH: torch.Tensor, directions_DH: torch.Tensor) -> torch.Tensor:

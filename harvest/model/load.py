@@ -16,6 +16,7 @@ from harvest.errors import ModelError
 from harvest.model import tiny
 from harvest.model.adapter import put_on
 from harvest.model.blocks import LoadedDecoder, cut_blocks, cut_class, decoder_of
+from harvest.model.blockwise import BlockwiseDecoder, blockwise_class
 from harvest.model.classes import config_for_class, model_class
 from harvest.model.describe import Description
 from harvest.model.device import Placement
@@ -57,13 +58,38 @@ def load_decoder(
     return decoder
 
 
-def _load(n_blocks: int | None, description: Description, placement: Placement, dtype: torch.dtype, attention: str) -> LoadedDecoder:
+def load_blockwise(
+    description: Description, placement: Placement, dtype: torch.dtype, n_blocks: int, attention: str = "auto"
+) -> BlockwiseDecoder:
+    """Load what stands beside the blocks of a model's decoder, and leave its first `n_blocks` to be filled one at a time.
+
+    The checkpoint's files are seen to be whole, and to hold all that those blocks take. Raises ModelError.
+    """
+    decoder_class, kwargs = _class_and_kwargs(description, dtype, attention)
+    done: list[BlockwiseDecoder] = []
+    blockwise = blockwise_class(decoder_class, description.source.name, description.n_layers, n_blocks, done, placement.device)
+    with _quiet_loggers():
+        model, info = from_pretrained(blockwise, description.source, **kwargs, device_map={"": placement.device})
+    (decoder,) = done
+    _check_weights(description.source, decoder.decoder.module, model, info)
+    decoder.decoder.module.eval()
+    decoder.decoder.module.requires_grad_(False)
+    return decoder
+
+
+def _class_and_kwargs(description: Description, dtype: torch.dtype, attention: str) -> tuple[Any, dict[str, Any]]:
+    """The class that a model is made of, and what its `from_pretrained` is given."""
     decoder_class, config = class_and_config(description)
-    if n_blocks is not None:
-        decoder_class = cut_class(decoder_class, description.n_layers, n_blocks)
     kwargs: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "config": config}
     if attention != "auto":
         kwargs["attn_implementation"] = attention
+    return decoder_class, kwargs
+
+
+def _load(n_blocks: int | None, description: Description, placement: Placement, dtype: torch.dtype, attention: str) -> LoadedDecoder:
+    decoder_class, kwargs = _class_and_kwargs(description, dtype, attention)
+    if n_blocks is not None:
+        decoder_class = cut_class(decoder_class, description.n_layers, n_blocks)
     if placement.limits is None:
         # An explicit device map makes the weights go to the device as they are read, and not through a second copy in host memory.
         return _read(decoder_class, description, placement.device, kwargs | {"device_map": {"": placement.device}})

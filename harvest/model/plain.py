@@ -45,16 +45,21 @@ def check_values(
 
         read_plain(decoder, torch.from_numpy(ids), layers, compare)
         for position, error in errors.items():
-            # A stream that is not finite is no matter of this check.
-            if np.isfinite(error) and error > allowed:
-                raise StreamError(
-                    f"layer {layers[position]} of the prompt of {len(ids)} tokens is {error:.2g} of its norm away from what the model "
-                    f"computes for it alone, where {allowed:.2g} is allowed; this model cannot be read in padded batches (prompt {number} "
-                    "of the check)"
-                )
-            worst = max(worst, error if np.isfinite(error) else 0.0)
+            worst = max(worst, check_error(error, allowed, layers[position], number, len(ids)))
         start += len(ids)
     return worst
+
+
+def check_error(error: float, allowed: float, layer: int, number: int, n_tokens: int) -> float:
+    """The error of a layer of a prompt of the check, 0 where a stream is not finite, which is no matter of it. Raises StreamError."""
+    if not np.isfinite(error):
+        return 0.0
+    if error > allowed:
+        raise StreamError(
+            f"layer {layer} of the prompt of {n_tokens} tokens is {error:.2g} of its norm away from what the model computes for it alone, "
+            f"where {allowed:.2g} is allowed; this model cannot be read in padded batches (prompt {number} of the check)"
+        )
+    return error
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harvest.errors import ModelError
+from harvest.errors import HarvestError, ModelError
 from harvest.model.sources import Source
 
 # How long the Hub may take to answer at all.
@@ -29,6 +29,8 @@ def from_pretrained(auto_class: Any, source: Source, **kwargs: Any) -> Any:
         os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     try:
         return auto_class.from_pretrained(source.location, **kwargs)
+    except HarvestError:
+        raise
     except Exception as error:
         # Files that are not what they should be make transformers stumble in any of many ways.
         raise _failed(error, what, source) from error

@@ -5,6 +5,7 @@ right, which padding would then change. Both would write wrong numbers without a
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,67 @@ _PADDING_BOUNDS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-
 _CAUSAL_BOUND = 1e-3
 
 
+# So end classes that ask for a picture, or for what another part of their model computes.
+UNRUNNABLE = (TypeError, ValueError, AttributeError, KeyError)
+
+
 def tried_tokens(n_chosen_keys: int | None) -> int:
     """How many tokens of a prompt show whether a model is read right: more than its attention takes in whole, where it chooses keys."""
     return max(TRIED_TOKENS, 2 * (n_chosen_keys or 0))
+
+
+@dataclass(frozen=True)
+class Trials:
+    """A prompt in up to three forms, each int32 [token]; the first n_kept tokens of all three are the same.
+
+    whole: its first tokens. changed: the same with another second half. alone: the first half; None where halves are not compared.
+    """
+
+    whole: npt.NDArray[np.int32]
+    changed: npt.NDArray[np.int32] | None
+    alone: npt.NDArray[np.int32] | None
+    n_kept: int
+
+    def check_causal(self, decoder: LoadedDecoder, whole_BSH: torch.Tensor, changed_BSH: torch.Tensor) -> None:
+        """Raise ModelError where a token's stream after some block depends on the tokens to its right."""
+        before_TH, after_TH = whole_BSH[0, : self.n_kept].float(), changed_BSH[0, : self.n_kept].float()
+        # The greatest move counts: in a model with short windows only the tokens beside the change see it.
+        error = float(((before_TH - after_TH).norm(dim=1) / before_TH.norm(dim=1)).max())
+        # A stream that is not finite is no question of causality; reading it names the layer and the place.
+        if np.isfinite(error) and error > _CAUSAL_BOUND:
+            name = type(decoder.module).__name__
+            raise ModelError(
+                f"model: the stream of {name} changes by {error:.2g} of its norm when the tokens to its right are others, "
+                f"{_why_not_causal(decoder)}"
+            )
+
+    def check_padding(self, decoder: LoadedDecoder, whole_BSH: torch.Tensor, alone_BSH: torch.Tensor) -> None:
+        """Raise ModelError where a token's stream after some block depends on how many tokens stand to its right."""
+        before_TH, alone_TH = whole_BSH[0, : self.n_kept].float(), alone_BSH[0].float()
+        error = float(((before_TH - alone_TH).norm(dim=1) / alone_TH.norm(dim=1)).mean())
+        if np.isfinite(error) and error > _PADDING_BOUNDS.get(whole_BSH.dtype, 1e-3):
+            raise ModelError(
+                f"model: the stream of {type(decoder.module).__name__} changes by {error:.2g} of its norm when more tokens stand to its "
+                "right, whatever they are; it cannot be read in padded batches"
+            )
+
+
+def make_trials(ids: npt.NDArray[np.int32], max_tokens: int = TRIED_TOKENS, length_switches: Sequence[int] = ()) -> Trials:
+    """The forms of a prompt that show whether a model is read right.
+
+    max_tokens: of the prompt, the first so many are tried.
+    length_switches: the model reads whole batches otherwise above these lengths, so halves are not compared across them.
+    """
+    ids = ids[:max_tokens]
+    n_kept = (len(ids) + 1) // 2
+    largest = int(ids.max())
+    if n_kept == len(ids) or largest == 0:
+        return Trials(ids, None, None, n_kept)
+    # Another id in each later place, and none beyond those that the embedding is known to have.
+    steps = 1 + 7 * np.arange(len(ids) - n_kept) % largest
+    others = ((ids[n_kept:] + steps) % (largest + 1)).astype(ids.dtype)
+    alone = None if any(n_kept <= switch < len(ids) for switch in length_switches) else ids[:n_kept]
+    return Trials(ids, np.concatenate([ids[:n_kept], others]), alone, n_kept)
 
 
 @torch.inference_mode()
@@ -41,39 +100,14 @@ def check_stream(
 
     Each block must be called once, in order, and take in what the one before it handed out; and no token's stream may depend on the
     tokens to its right, nor on how many there are, since prompts are padded there without a mask. Raises ModelError with what was seen.
-
-    max_tokens: of the prompt, the first so many are tried.
-    length_switches: the model reads whole batches otherwise above these lengths, so halves are not compared across them.
+    For max_tokens and length_switches see `make_trials`.
     """
-    ids = ids[:max_tokens]
-    whole = _trace(decoder, ids)
-    n_kept = (len(ids) + 1) // 2
-    largest = int(ids.max())
-    if n_kept == len(ids) or largest == 0:
-        return
-    # Another id in each later place, and none beyond those that the embedding is known to have.
-    steps = 1 + 7 * np.arange(len(ids) - n_kept) % largest
-    others = ((ids[n_kept:] + steps) % (largest + 1)).astype(ids.dtype)
-    changed = _trace(decoder, np.concatenate([ids[:n_kept], others]))
-    before_TH, after_TH = whole[0, :n_kept].float(), changed[0, :n_kept].float()
-    # The greatest move counts: in a model with short windows only the tokens beside the change see it.
-    error = float(((before_TH - after_TH).norm(dim=1) / before_TH.norm(dim=1)).max())
-    # A stream that is not finite is no question of causality; reading it names the layer and the place.
-    if np.isfinite(error) and error > _CAUSAL_BOUND:
-        name = type(decoder.module).__name__
-        raise ModelError(
-            f"model: the stream of {name} changes by {error:.2g} of its norm when the tokens to its right are others, "
-            f"{_why_not_causal(decoder)}"
-        )
-    if any(n_kept <= switch < len(ids) for switch in length_switches):
-        return
-    alone_TH = _trace(decoder, ids[:n_kept])[0].float()
-    error = float(((before_TH - alone_TH).norm(dim=1) / alone_TH.norm(dim=1)).mean())
-    if np.isfinite(error) and error > _PADDING_BOUNDS.get(whole.dtype, 1e-3):
-        raise ModelError(
-            f"model: the stream of {type(decoder.module).__name__} changes by {error:.2g} of its norm when more tokens stand to its right, "
-            "whatever they are; it cannot be read in padded batches"
-        )
+    trials = make_trials(ids, max_tokens, length_switches)
+    whole = _trace(decoder, trials.whole)
+    if trials.changed is not None:
+        trials.check_causal(decoder, whole, _trace(decoder, trials.changed))
+    if trials.alone is not None:
+        trials.check_padding(decoder, whole, _trace(decoder, trials.alone))
 
 
 def _why_not_causal(decoder: LoadedDecoder) -> str:
@@ -95,7 +129,7 @@ def _trace(decoder: LoadedDecoder, ids: npt.NDArray[np.int32]) -> torch.Tensor:
 
     def before(block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stream = args[0] if args else kwargs.get("hidden_states")
-        if streams and isinstance(stream, torch.Tensor) and not _same(stream, streams[-1]):
+        if streams and isinstance(stream, torch.Tensor) and not same_stream(stream, streams[-1]):
             broken.append(block)
 
     def after(block: int, output: Any) -> None:
@@ -110,16 +144,11 @@ def _trace(decoder: LoadedDecoder, ids: npt.NDArray[np.int32]) -> torch.Tensor:
         hooks.append(block.register_forward_hook(lambda _m, _args, output, n=number: after(n, output)))
     try:
         decoder.module(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(decoder.device), use_cache=False)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except UNRUNNABLE as error:
         if decoder.is_cut:
             # Perhaps for want of a block above; the caller reads the model whole then.
             raise
-        # So end classes that ask for a picture, or for what another part of their model computes.
-        reason = " ".join(str(error).split())
-        raise ModelError(
-            f"model: {type(decoder.module).__name__} cannot be run on token ids alone ({type(error).__name__}: {reason}); "
-            "harvest reads models that take text and nothing else"
-        ) from error
+        raise not_on_text(decoder, error) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -137,13 +166,27 @@ def _trace(decoder: LoadedDecoder, ids: npt.NDArray[np.int32]) -> torch.Tensor:
             "was expected; harvest reads models with a single residual stream"
         )
     if broken:
-        raise ModelError(
-            f"model: decoder block {broken[0]} of {name} does not take in what block {broken[0] - 1} hands out, "
-            "so there is no single residual stream between them"
-        )
+        raise not_handed_on(decoder, broken[0])
     return streams[-1]
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def not_on_text(decoder: LoadedDecoder, error: BaseException) -> ModelError:
+    """What to say of a model whose forward pass fails on token ids."""
+    reason = " ".join(str(error).split())
+    return ModelError(
+        f"model: {type(decoder.module).__name__} cannot be run on token ids alone ({type(error).__name__}: {reason}); "
+        "harvest reads models that take text and nothing else"
+    )
+
+
+def not_handed_on(decoder: LoadedDecoder, block: int) -> ModelError:
+    """What to say of a block that is given another stream than the one before it hands out."""
+    return ModelError(
+        f"model: decoder block {block} of {type(decoder.module).__name__} does not take in what block {block - 1} hands out, "
+        "so there is no single residual stream between them"
+    )
+
+
+def same_stream(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two streams are equal, wherever they lie."""
     return one.shape == other.shape and torch.allclose(one, other.to(one.device), rtol=0, atol=0, equal_nan=True)

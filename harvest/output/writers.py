@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from harvest.output.folder import RunFolder
 from harvest.output.layout import ShardLayout
 from harvest.output.record import Fingerprint
 from harvest.output.shard import ShardFile
+from harvest.scratch import map_scratch
 
 # While one publisher waits for the disk to flush a shard, the other writes the next.
 _PUBLISHERS = 2
@@ -36,22 +38,26 @@ _MAX_ENCODERS = 8
 _WAIT_S = 0.2
 
 
-def buffer_sizes(windows: Sequence[Window], layout: ShardLayout, window_bytes: int) -> tuple[int, int]:
-    """How many buffers the rows of windows take, and the bytes of each."""
+def buffer_sizes(windows: Sequence[Window], layout: ShardLayout, window_bytes: int | None) -> tuple[int, int]:
+    """How many buffers the rows of windows take, and the bytes of each. window_bytes: for all of them; None where two have room."""
     largest = max((window.n_tokens for window in windows), default=0) * layout.token_bytes
-    return (2 if 2 * largest <= window_bytes and len(windows) > 1 else 1), largest
+    return (2 if (window_bytes is None or 2 * largest <= window_bytes) and len(windows) > 1 else 1), largest
 
 
 class WindowBuffers:
     """Memory for the captured rows of one window each; two where both fit the budget, else one."""
 
-    def __init__(self, windows: Sequence[Window], layout: ShardLayout, window_bytes: int) -> None:
+    def __init__(self, windows: Sequence[Window], layout: ShardLayout, window_bytes: int | None, scratch: Path | None = None) -> None:
+        """For window_bytes see `buffer_sizes`. scratch: a folder in which the buffers are files, mapped into memory; or None.
+
+        Raises StorageError where the folder's disk has no room for them.
+        """
         count, largest = buffer_sizes(windows, layout, window_bytes)
         self._layout = layout
         # Left untouched here: the system hands out the pages as rows arrive.
         self._free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
         for _ in range(count):
-            self._free.put(np.empty(largest, dtype=np.uint8))
+            self._free.put(np.empty(largest, dtype=np.uint8) if scratch is None else map_scratch(scratch, largest))
 
     def acquire(self, n_tokens: int, check: Callable[[], None]) -> "WindowBuffer":
         """Wait for a free buffer; `check` is called now and then, and raises to give up waiting."""

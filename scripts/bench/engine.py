@@ -21,7 +21,6 @@ from harvest.model.capture import Capture
 from harvest.model.describe import Description
 from harvest.model.device import Placement
 from harvest.model.sources import Source
-from harvest.model.transfer import Transfer
 from harvest.output.codecs import default_codec
 from harvest.output.folder import RunFolder
 from harvest.output.writers import WindowBuffers, Writers
@@ -29,7 +28,7 @@ from harvest.prepare import Prepared, Settings
 from harvest.progress import Silent
 from harvest.request import HarvestRequest
 from harvest.stop import StopFlag
-from harvest.window import read_window
+from harvest.window import WindowReader
 
 _SEED = 20261201
 _SHARD_SIZE = 32
@@ -141,11 +140,10 @@ def read_all(prepared: Prepared, decoder: LoadedDecoder) -> None:
     """Read every window to host memory, and write nothing."""
     windows = prepared.plan.windows
     buffers = WindowBuffers(windows, prepared.layout, prepared.settings.window_bytes)
-    transfer = Transfer(decoder.device)
-    with capturing(prepared, decoder) as capture:
+    with WindowReader(prepared, decoder, Silent(), StopFlag()) as reader:
         for window in windows:
             buffer = buffers.acquire(window.n_tokens, lambda: None)
-            read_window(window, buffer, prepared, capture, transfer, Silent(), StopFlag())
+            reader.read(window, buffer)
             buffer.release()
 
 
@@ -155,14 +153,13 @@ def read_and_write(prepared: Prepared, decoder: LoadedDecoder, folder: Path) -> 
     run.make()
     windows = prepared.plan.windows
     buffers = WindowBuffers(windows, prepared.layout, prepared.settings.window_bytes)
-    transfer = Transfer(decoder.device)
     with (
-        capturing(prepared, decoder) as capture,
+        WindowReader(prepared, decoder, Silent(), StopFlag()) as reader,
         Writers(run, prepared.layout, prepared.tokens, prepared.fingerprint, lambda _n_bytes: None) as writers,
     ):
         for window in windows:
             buffer = buffers.acquire(window.n_tokens, writers.check)
-            lowered = read_window(window, buffer, prepared, capture, transfer, Silent(), StopFlag())
+            lowered = reader.read(window, buffer)
             writers.submit(window, buffer, lambda _shard: False, lowered)
     return writers.busy_s
 

@@ -3,15 +3,14 @@
 from typing import Any
 
 import numpy as np
-from engine import capturing, read_synchronously
+from engine import read_synchronously
 
 from harvest.model.blocks import LoadedDecoder
-from harvest.model.transfer import Transfer
 from harvest.output.writers import WindowBuffer
 from harvest.prepare import Prepared
 from harvest.progress import Silent
 from harvest.stop import StopFlag
-from harvest.window import read_window
+from harvest.window import WindowReader
 
 
 def check_copies(prepared: Prepared, decoder: LoadedDecoder, runs: int) -> dict[str, Any]:
@@ -41,11 +40,10 @@ def check_copies(prepared: Prepared, decoder: LoadedDecoder, runs: int) -> dict[
 def _read(prepared: Prepared, decoder: LoadedDecoder, rows_LTW: Any) -> None:
     """The engine's own way, window by window, into rows for the whole run."""
     offsets = prepared.tokens.offsets
-    transfer = Transfer(decoder.device)
-    with capturing(prepared, decoder) as capture:
+    with WindowReader(prepared, decoder, Silent(), StopFlag()) as reader:
         for window in prepared.plan.windows:
             place = rows_LTW[:, int(offsets[window.first]) : int(offsets[window.end])]
-            read_window(window, WindowBuffer(place, lambda: None), prepared, capture, transfer, Silent(), StopFlag())
+            reader.read(window, WindowBuffer(place, lambda: None))
 
 
 def _bits(rows_LTW: Any) -> Any:

@@ -1,0 +1,245 @@
+"""One window of a model whose blocks are streamed: all its batches through one block, while the next block is read.
+
+Feed        the next block, from the files, in its own threads
+Restart     a batch through the block, with the arguments that the model itself makes for it
+Waiting     the streams between two blocks
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from harvest.decoder import allowed_error, batches_to_check, say_checked
+from harvest.input.plan import Window
+from harvest.model.blockwise import BlockwiseDecoder
+from harvest.model.capture import Captured, check_shape, pad, take_rows, true_float32
+from harvest.model.feed import Feed
+from harvest.model.restart import Restart
+from harvest.model.soundness import tried_tokens
+from harvest.model.transfer import Arrival, Transfer
+from harvest.model.waiting import InFile, InMemory, OnDevice, Waiting
+from harvest.model.witness import Comparison, Witness
+from harvest.output.writers import WindowBuffer, WindowBuffers, buffer_sizes
+from harvest.prepare import Prepared
+from harvest.progress import Reporter, duration
+from harvest.stop import StopFlag
+from harvest.window import check_divisible, free_memory, is_out_of_memory, place_rows, say_lowered
+
+# Waiting streams stay on a card where they take no more of what is free there.
+_STAYS = 0.25
+# After so many blocks the time of the rest is told; the first is alone in having nothing beside it to wait for.
+_TOLD_AFTER = 3
+
+
+def make_buffers(prepared: Prepared, windows: Sequence[Window]) -> WindowBuffers:
+    """The buffers for the rows of windows: in host memory, or in the scratch folder where blocks are streamed and that is too small.
+
+    Raises StorageError where the scratch folder has no room for them.
+    """
+    window_bytes = None if prepared.room is not None else prepared.settings.window_bytes
+    return WindowBuffers(windows, prepared.layout, window_bytes, _rows_folder(prepared, windows))
+
+
+def _rows_folder(prepared: Prepared, windows: Sequence[Window]) -> Path | None:
+    room = prepared.room
+    return None if room is None or room.fits_memory(_row_bytes(prepared, windows)) else room.scratch
+
+
+def _row_bytes(prepared: Prepared, windows: Sequence[Window]) -> int:
+    n_buffers, n_bytes = buffer_sizes(windows, prepared.layout, None)
+    return n_buffers * n_bytes
+
+
+@dataclass
+class _Batch:
+    """Prompts that are read together. number: by which its stream waits."""
+
+    number: int
+    prompts: list[int]
+    ids_BS: torch.Tensor
+    real_T: torch.Tensor | None
+    n_tokens: int
+
+
+@dataclass
+class _Pass:
+    """One window on its way through the blocks.
+
+    on_the_way: rows that are copied to host memory, with their batch and the place of their layer.
+    read: tokens times blocks so far, and advanced: the whole tokens of it that were told.
+    """
+
+    window: Window
+    buffer: WindowBuffer
+    batches: list[_Batch]
+    waiting: Waiting
+    on_the_way: deque[tuple[_Batch, int, Arrival]] = field(default_factory=deque)
+    lowered: int | None = None
+    read: int = 0
+    advanced: int = 0
+
+
+class StreamReader:
+    """Reads windows through a model whose blocks are streamed. A context manager: at its end nothing of a block is loaded any more."""
+
+    def __init__(
+        self, prepared: Prepared, decoder: BlockwiseDecoder, windows: Sequence[Window], reporter: Reporter, stop: StopFlag
+    ) -> None:
+        """windows: all that will be read, in order."""
+        self._prepared, self._reporter, self._stop = prepared, reporter, stop
+        self._device = decoder.decoder.device
+        self._restart, self.feed = Restart(decoder.decoder), Feed(decoder, len(windows))
+        self._windows_left = len(windows)
+        self._dtype = getattr(torch, prepared.settings.compute_dtype)
+        self._store_dtype = getattr(torch, prepared.settings.store_dtype)
+        directions = prepared.directions_DH
+        self._directions_DH = None if directions is None else torch.from_numpy(directions).to(self._device)
+        self._transfer = Transfer(self._device)
+        ids = prepared.tokens.of(int(prepared.plan.lengths.argmax()))
+        n_tried = tried_tokens(prepared.description.n_chosen_keys)
+        self._witness: Witness | None = Witness(decoder.decoder, self._restart, ids, n_tried, prepared.plan.length_switches)
+        self._to_check = batches_to_check(prepared) if prepared.check_values else []
+        allowed = allowed_error(prepared)
+        self._comparisons = [Comparison(self._restart, batch, self._store_dtype, allowed, self._device) for batch in self._to_check]
+        self._row_bytes = 0 if _rows_folder(prepared, windows) is not None else _row_bytes(prepared, windows)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(true_float32())
+        self._stack.enter_context(self._restart)
+        self._stack.enter_context(self.feed)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def read(self, window: Window, buffer: WindowBuffer) -> int | None:
+        """Read a window into its buffer, each row at its prompt's place; answers as `window.WindowReader.read` does.
+
+        Raises ModelError where a block cannot be read, or is found to be read wrongly.
+        """
+        n_blocks, started = self._prepared.n_blocks, time.monotonic()
+        batches = [self._batch(number, prompts) for number, prompts in enumerate(self._prepared.plan.batches(window))]
+        with self._wait_for(batches) as waiting:
+            way = _Pass(window, buffer, batches, waiting)
+            for block in range(n_blocks):
+                self.feed.next(self._stop.check)
+                self._see(block)
+                self._run(way, block)
+                if self._witness is not None and block + 1 == _TOLD_AFTER < n_blocks // 2:
+                    self._tell((time.monotonic() - started) / _TOLD_AFTER)
+            while way.on_the_way:
+                self._place_first(way)
+        self._witness = None
+        self._windows_left -= 1
+        return way.lowered
+
+    def _batch(self, number: int, prompts: list[int], width: int | None = None) -> _Batch:
+        ids_BS, real_T = pad([self._prepared.tokens.of(prompt) for prompt in prompts], self._device, width)
+        return _Batch(number, prompts, ids_BS, real_T, sum(int(self._prepared.plan.lengths[prompt]) for prompt in prompts))
+
+    def _wait_for(self, batches: Sequence[_Batch]) -> Waiting:
+        shapes = [(*batch.ids_BS.shape, self._prepared.description.hidden_size) for batch in batches]
+        n_bytes = sum(torch.Size(shape).numel() for shape in shapes) * self._dtype.itemsize
+        room = self._prepared.room
+        if room is not None and room.scratch is not None and not room.fits_memory(self._row_bytes, n_bytes):
+            return InFile(room.scratch, shapes, self._dtype, self._device)
+        if self._device.type != "cuda" or n_bytes <= _STAYS * torch.cuda.mem_get_info(self._device)[0]:
+            return OnDevice()
+        return InMemory(self._device)
+
+    def _see(self, block: int) -> None:
+        """In the first window: whether the block is read right."""
+        if self._witness is None:
+            return
+        self._witness.see(block)
+        for comparison in self._comparisons:
+            comparison.see(block, block in self._prepared.layers)
+        if self._comparisons and block == self._prepared.n_blocks - 1:
+            worst = max(comparison.worst for comparison in self._comparisons)
+            self._reporter.note(say_checked(self._to_check, worst, allowed_error(self._prepared)))
+
+    def _tell(self, block_s: float) -> None:
+        left = block_s * (self._prepared.n_blocks * self._windows_left - _TOLD_AFTER)
+        windows = f"{self._windows_left} windows" if self._windows_left > 1 else "one window"
+        limit = "reading weights" if self.feed.wait_s > _TOLD_AFTER * block_s / 2 else "computing"
+        self._reporter.note(f"{block_s:.1f} s a block, limited by {limit}: about {duration(left)} for the rest of {windows}")
+
+    def _run(self, way: _Pass, block: int) -> None:
+        """All batches of a window through one block."""
+        place = 0
+        while place < len(way.batches):
+            self._stop.check()
+            batch = way.batches[place]
+            following = way.batches[place + 1].number if place + 1 < len(way.batches) else way.batches[0].number
+            stream = way.waiting.get(batch.number, following) if block else None
+            read = self._try(batch, block, stream)
+            del stream
+            if read is None:
+                # What is still on the device makes room first: only then is it known what fits.
+                is_alone = not way.on_the_way
+                while way.on_the_way:
+                    self._place_first(way)
+                free_memory()
+                if is_alone:
+                    self._halve(way, place)
+                continue
+            after, captured = read
+            if captured is not None:
+                way.on_the_way.append((batch, self._prepared.layers.index(block), self._transfer.start(captured)))
+            if block + 1 < self._prepared.n_blocks:
+                way.waiting.put(batch.number, after)
+            # Named any longer, the streams of two batches would stay on the device.
+            del read, after, captured
+            if len(way.on_the_way) > 1:
+                self._place_first(way)
+            self._advance(way, batch.n_tokens)
+            place += 1
+
+    @torch.inference_mode()
+    def _try(self, batch: _Batch, block: int, stream_BSH: torch.Tensor | None) -> tuple[torch.Tensor, Captured | None] | None:
+        """The stream after a block, and its rows where the layer is asked for; None where the device has no memory for it."""
+        try:
+            after_BSH = self._restart.run(batch.ids_BS, block, stream_BSH)
+            check_shape(after_BSH, (*batch.ids_BS.shape, self._prepared.description.hidden_size), block)
+            if block not in self._prepared.layers:
+                return after_BSH, None
+            rows_TW = take_rows(after_BSH, batch.real_T, self._directions_DH)
+            return after_BSH, Captured(rows_TW.to(self._store_dtype)[None], rows_TW.abs().amax().float()[None])
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+
+    def _place_first(self, way: _Pass) -> None:
+        batch, layer, arrival = way.on_the_way.popleft()
+        place_rows(batch.prompts, arrival.wait(), way.window, way.buffer, self._prepared, layer)
+
+    def _halve(self, way: _Pass, place: int) -> None:
+        """Make two batches of one that did not fit, each as wide as it was: the streams that wait are."""
+        batch = way.batches[place]
+        check_divisible(batch.prompts, self._prepared)
+        n_kept, width = (len(batch.prompts) + 1) // 2, batch.ids_BS.shape[1]
+        way.lowered = min(n_kept * width, way.lowered or self._prepared.plan.batch_tokens)
+        self._reporter.note(say_lowered(batch.prompts, way.lowered))
+        other = len(way.batches)
+        way.batches[place : place + 1] = [
+            self._batch(batch.number, batch.prompts[:n_kept], width),
+            self._batch(other, batch.prompts[n_kept:], width),
+        ]
+        if batch.number in way.waiting:
+            way.waiting.split(batch.number, n_kept, other)
+
+    def _advance(self, way: _Pass, n_tokens: int) -> None:
+        """Tell of tokens that were read through one more block: a token counts when it has come through all."""
+        way.read += n_tokens
+        whole = way.read // self._prepared.n_blocks
+        self._reporter.advance(whole - way.advanced)
+        way.advanced = whole
