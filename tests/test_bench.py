@@ -287,7 +287,7 @@ def test_the_check_of_copies_finds_a_buffer_that_is_used_too_early(monkeypatch: 
     case = module("synthetic").cases(64, 4)[1]
     run = engine.prepare(config, case, 400, torch.device("cpu"), "float32", 64, 1 << 20)
     assert race.check_copies(run, decoder, 2)["is_sound"]
-    monkeypatch.setattr(race, "Transfer", OneBuffer)
+    monkeypatch.setattr("harvest.window.Transfer", OneBuffer)
     torn = race.check_copies(run, decoder, 2)
     assert not torn["is_sound"]
     assert torn["sync_repeats"]
