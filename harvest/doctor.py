@@ -15,7 +15,7 @@ from harvest.model.describe import describe
 from harvest.model.device import Placement, free_memory_bytes, resolve_device
 from harvest.model.sources import find_model
 from harvest.model.start_token import about_token, start_token_id
-from harvest.model.weigh import build, free_bytes, weight_bytes
+from harvest.model.weigh import build, free_bytes
 from harvest.output import durable
 from harvest.output.manifest import versions
 from harvest.request import quartiles
@@ -32,22 +32,22 @@ def examine_model(name: str, engine: Engine | None = None) -> dict[str, Any]:
     stream is seen only when a run begins.
     """
     description = describe(find_model(name, engine))
-    model, per_block, beside = build(description)
+    weighed = build(description)
     return {
         "model": name,
         "repository": description.repository,
         "revision": description.revision,
         "type": description.config.model_type,
-        "class": type(model).__name__,
+        "class": type(weighed.model).__name__,
         "n_layers": description.n_layers,
         "quartiles": quartiles(description.n_layers),
         "hidden_size": description.hidden_size,
         "context_length": description.context_length,
         "start_token": about_token(description.tokenizer, start_token_id(description.tokenizer, description.config)),
         "dtype": description.dtype,
-        "parameters": sum(weights.numel() for weights in model.parameters()),
-        "parameters_a_block": per_block,
-        "parameters_beside_the_blocks": beside,
+        "parameters": sum(weights.numel() for weights in weighed.model.parameters()),
+        "parameters_a_block": max(weighed.blocks),
+        "parameters_beside_the_blocks": weighed.beside,
     }
 
 
@@ -76,7 +76,7 @@ def needs(model: Mapping[str, Any], device: str = "auto") -> dict[str, Any]:
     answer: dict[str, Any] = {"device": str(where), "compute_dtype": dtype, "free_bytes": free}
     for name, layers in (("quartiles", model["quartiles"]), ("all", list(range(model["n_layers"])))):
         n_blocks = layers[-1] + 1
-        weights = weight_bytes(model["parameters_a_block"], model["parameters_beside_the_blocks"], n_blocks, dtype)
+        weights = (model["parameters_a_block"] * n_blocks + model["parameters_beside_the_blocks"]) * getattr(torch, dtype).itemsize
         answer[name] = {"weight_bytes": weights, "bytes_a_token_stored": len(layers) * model["hidden_size"] * 2, "fits": weights < free}
     return answer
 

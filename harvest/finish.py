@@ -30,21 +30,32 @@ from harvest.settings import Engine
 
 @dataclass
 class Clock:
-    """Seconds that this process spent loading, computing, saving and uploading; and those in which it only waited for the last two."""
+    """Seconds that this process spent loading, computing, saving and uploading; and those in which it only waited for the last two.
+
+    weights_s: of reading weights beside, where blocks are streamed; starved_s: those of forward_s in which computing waited for that.
+    """
 
     load_s: float = 0.0
     forward_s: float = 0.0
     save_s: float = 0.0
     wait_s: float = 0.0
     upload_s: float = 0.0
+    weights_s: float = 0.0
+    starved_s: float = 0.0
 
     def say(self) -> str:
         """Where the time went, and what limited the run: of loading, computing and storage the one that took longest."""
-        spent = {"loading": self.load_s, "computing": self.forward_s, "storage": self.wait_s}
+        spent = {
+            "loading": self.load_s,
+            "computing": self.forward_s - self.starved_s,
+            "reading weights": self.starved_s,
+            "storage": self.wait_s,
+        }
         limit = max(spent, key=lambda name: spent[name])
         uploading = f", {self.upload_s:.1f} s of uploading" if self.upload_s else ""
+        weights = f"waiting for weights {self.starved_s:.1f} s (beside it {self.weights_s:.1f} s of reading), " if self.weights_s else ""
         return (
-            f"loading {self.load_s:.1f} s, computing {self.forward_s:.1f} s, waiting for storage {self.wait_s:.1f} s "
+            f"loading {self.load_s:.1f} s, computing {spent['computing']:.1f} s, {weights}waiting for storage {self.wait_s:.1f} s "
             f"(beside it {self.save_s:.1f} s of encoding and writing{uploading}): limited by {limit}"
         )
 

@@ -6,20 +6,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from harvest.begin import default_folder, look
 from harvest.errors import FolderError
 from harvest.model.start_token import about_token
-from harvest.model.weigh import build, free_bytes, weight_bytes
+from harvest.model.weigh import build, free_bytes
 from harvest.output.folder import RunFolder
 from harvest.output.space import needed_bytes
 from harvest.output.staged import open_folder
-from harvest.output.writers import buffer_sizes
-from harvest.prepare import Prepared, prepare
+from harvest.prepare import STREAMED_BLOCKS, Prepared, prepare
 from harvest.progress import Reporter, duration, size
 from harvest.request import HarvestRequest
 from harvest.settings import Engine
-from harvest.speed import recall
+from harvest.speed import estimate_s
 from harvest.stop import StopFlag
+from harvest.stream import kept_bytes
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,10 @@ class Forecast:
 
     padding: padded tokens for each real one. rows_bytes: of the captured rows before the codec. most_bytes: that the run may still write,
         where its codec gains nothing. free_bytes: on the disk of the folder.
-    weight_bytes: of the needed blocks and what stands beside them, on the device. buffer_bytes: of host memory for captured rows.
+    weight_bytes: of the needed blocks and what stands beside them, on the device. buffer_bytes: of host memory for captured rows and
+        waiting streams.
+    streamed: whether blocks are read from the files once a window; weight_read_bytes: by all windows that are left; scratch_bytes: in the
+        scratch folder at once.
     seconds: by an earlier run of this model on this machine, or None where there was none.
     problems: why the run could not work as it stands.
     """
@@ -59,6 +64,9 @@ class Forecast:
     weight_bytes: int
     device_free_bytes: int
     buffer_bytes: int
+    streamed: bool
+    weight_read_bytes: int
+    scratch_bytes: int
     seconds: float | None
     problems: list[str] = field(default_factory=list)
 
@@ -81,11 +89,16 @@ class Forecast:
             ("stored", f"{size(self.rows_bytes)} as {self.store_dtype}; with codec {self.codec} at most {size(self.most_bytes)} to write"),
             ("disk", f"{size(self.free_bytes)} free"),
             ("weights", f"{size(self.weight_bytes)} as {self.compute_dtype} on {self.device}, {size(self.device_free_bytes)} free there"),
-            ("host memory", f"{size(self.buffer_bytes)} for captured rows"),
+            *([("streamed", self._streamed())] if self.streamed else []),
+            ("host memory", f"{size(self.buffer_bytes)} for captured rows{' and waiting streams' if self.streamed else ''}"),
+            *([("scratch", size(self.scratch_bytes))] if self.scratch_bytes else []),
             ("time", time),
             *(("problem", problem) for problem in self.problems),
         ]
         return "\n".join(f"{name:12} {value}" for name, value in rows)
+
+    def _streamed(self) -> str:
+        return f"{size(self.weight_read_bytes)} of weights to read, each block once a window"
 
 
 def forecast(
@@ -102,11 +115,18 @@ def forecast(
     unwritten = [shard for shard in plan.shards if shard.index not in done]
     on_disk = needed_bytes(layout, unwritten, prepared.reserved_tokens, folder.most_shards)
     free = shutil.disk_usage(_standing(folder.path)).free
-    _, per_block, beside = build(prepared.description)
-    weights = weight_bytes(per_block, beside, prepared.layers[-1] + 1, prepared.settings.compute_dtype)
+    weighed, n_blocks = build(prepared.description), prepared.n_blocks
+    weights = weighed.n_bytes(n_blocks, prepared.settings.compute_dtype)
+    n_read = 0
+    if prepared.room is not None:
+        # One block computes while the next is there, or is put together from its files.
+        largest = max(weighed.blocks[:n_blocks]) * getattr(torch, prepared.settings.compute_dtype).itemsize
+        weights = weighed.n_bytes(0, prepared.settings.compute_dtype) + min(STREAMED_BLOCKS, n_blocks) * largest
+        windows = [window for window in plan.windows if any(piece.shard.index not in done for piece in window.pieces)]
+        n_read = len(windows) * sum(weighed.blocks[:n_blocks]) * getattr(torch, prepared.description.dtype).itemsize
     device_free = free_bytes(prepared.placement)
-    n_buffers, buffer_bytes = buffer_sizes(plan.windows, layout, prepared.settings.window_bytes)
-    speed = recall(prepared)
+    in_memory, in_scratch = kept_bytes(prepared, plan.windows)
+    seconds = estimate_s(prepared)
     start = about_token(prepared.description.tokenizer, prepared.tokens.start_token_id)
     return Forecast(
         folder=folder.name,
@@ -134,14 +154,17 @@ def forecast(
         compute_dtype=prepared.settings.compute_dtype,
         weight_bytes=weights,
         device_free_bytes=device_free,
-        buffer_bytes=n_buffers * buffer_bytes,
-        seconds=None if speed is None else round(speed.estimate_s(len(prepared.tokens.ids), prepared.layers[-1] + 1), 1),
-        problems=_problems(prepared, folder, on_disk, free, weights, device_free, reporter),
+        buffer_bytes=in_memory,
+        streamed=prepared.room is not None,
+        weight_read_bytes=n_read,
+        scratch_bytes=in_scratch,
+        seconds=None if seconds is None else round(seconds, 1),
+        problems=_problems(prepared, folder, on_disk, free, weights, device_free, in_scratch, reporter),
     )
 
 
 def _problems(
-    prepared: Prepared, folder: RunFolder, on_disk: int, free: int, weights: int, device_free: int, reporter: Reporter
+    prepared: Prepared, folder: RunFolder, on_disk: int, free: int, weights: int, device_free: int, scratch: int, reporter: Reporter
 ) -> list[str]:
     found = []
     try:
@@ -151,10 +174,17 @@ def _problems(
         found.append(str(error))
     if on_disk > free:
         found.append(f"the run may have {size(on_disk)} on the disk of {folder.path}, which has {size(free)} free")
-    if weights > device_free and prepared.settings.device_map == "none":
+    room = prepared.room
+    if room is not None and room.scratch is not None and scratch > shutil.disk_usage(room.scratch).free:
+        found.append(f"the run puts {size(scratch)} into {room.scratch}, which has {size(shutil.disk_usage(room.scratch).free)} free")
+    if room is not None and weights > device_free:
         found.append(
-            f"the weights take {size(weights)} on {prepared.settings.device}, which has {size(device_free)} free; --device-map auto "
-            "spreads them over cards, host memory and disk"
+            f"two blocks and what stands beside them take {size(weights)} on {prepared.settings.device}, which has {size(device_free)} free"
+        )
+    elif weights > device_free and prepared.settings.device_map == "none":
+        found.append(
+            f"the weights take {size(weights)} on {prepared.settings.device}, which has {size(device_free)} free; --weights stream reads "
+            "each block when its turn comes, and --device-map auto spreads them over cards, host memory and disk"
         )
     return found
 

@@ -20,15 +20,16 @@ from harvest.model.blockwise import BlockwiseDecoder
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, read_job, with_fresh_links
 from harvest.output.presence import Presence, check_free, live_claims
+from harvest.output.record import Fingerprint
 from harvest.output.space import check_space, needed_bytes
 from harvest.output.staged import open_folder
 from harvest.output.writers import Writers
 from harvest.parts import WHOLE, Part, find_rank
 from harvest.prepare import Prepared, prepare
-from harvest.progress import Counted, Reporter, Silent
+from harvest.progress import Counted, Reporter, Silent, duration
 from harvest.request import HarvestRequest
 from harvest.settings import Engine
-from harvest.speed import remember
+from harvest.speed import estimate_s, remember
 from harvest.stop import GOES_ON, StopFlag
 from harvest.stream import StreamReader, make_buffers
 from harvest.window import WindowReader
@@ -67,10 +68,12 @@ def run(
     if overwrite and not share.is_whole:
         raise RequestError(f"overwrite: {share} would remove what the others write; start anew in one process, or remove the folder first")
     named = None if out is None else open_folder(out, stop=stop)
-    held = named.fingerprint() if named is not None and not overwrite and named.recorded() else None
+    held = None if named is None or overwrite else _begun_with(named)
     prepared = prepare(request, engine, reporter, stop, rank, held)
     stop.check()
     folder = named or RunFolder(default_folder(Path(root), prepared))
+    if named is None and not overwrite and (held := _begun_with(folder)) not in (None, prepared.fingerprint):
+        prepared = prepare(request, engine, reporter, stop, rank, held)
     reporter.note(f"run folder: {folder.name}" if share.is_whole else f"run folder: {folder.name}, {share}")
     check_free(folder, share)
     if overwrite and folder.exists:
@@ -97,6 +100,11 @@ def run(
                 return with_fresh_links(folder, make_whole(folder, prepared, engine, job, clock), reporter.note)
             say_missing(missing, share, presence, prepared, reporter)
     return read_job(folder) or job.job
+
+
+def _begun_with(folder: RunFolder) -> Fingerprint | None:
+    """The fingerprint of a run that is gone on with: one that has finished shards, or on which another process works."""
+    return folder.fingerprint() if folder.recorded() or live_claims(folder) else None
 
 
 @contextmanager
@@ -190,12 +198,15 @@ def _compute(
     decoder = load_streamed(prepared, reporter, stop) if prepared.settings.weights == "stream" else load(prepared, reporter)
     clock.load_s = time.monotonic() - started
     stop.check()
+    if isinstance(decoder, BlockwiseDecoder) and (seconds := estimate_s(prepared)) is not None:
+        reporter.note(f"about {duration(seconds)} for the whole run, by the last of its kind on this machine")
     reporter.begin(n_tokens, n_tokens - sum(window.n_tokens for window in todo))
     try:
         _run_windows(folder, prepared, decoder, todo, done, clock, reporter, stop)
     finally:
         reporter.end()
-    remember(prepared, sum(window.n_tokens for window in todo), clock.load_s, clock.forward_s + clock.wait_s)
+    read_s = clock.forward_s - clock.starved_s + clock.wait_s
+    remember(prepared, sum(window.n_tokens for window in todo), clock.load_s, read_s, clock.weights_s / len(todo))
 
 
 def _find_done(folder: RunFolder, prepared: Prepared, shards: Iterable[int], reporter: Reporter, stop: StopFlag) -> set[int]:
@@ -239,6 +250,8 @@ def _run_windows(
             reporter.waited(started - asked)
             asked = time.monotonic()
             clock.forward_s += asked - started
+        if isinstance(reader, StreamReader):
+            clock.weights_s, clock.starved_s = reader.feed.read_s, reader.feed.wait_s
     # What was left to be written when the last window was read.
     clock.wait_s += time.monotonic() - asked
     clock.save_s = writers.busy_s

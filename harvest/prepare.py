@@ -30,7 +30,7 @@ from harvest.settings import Dtype, Engine
 from harvest.stop import StopFlag
 
 # On the device at once: one that computes, the next, and what that one is made of.
-_STREAMED_BLOCKS = 3
+STREAMED_BLOCKS = 3
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ class Prepared:
 
     @property
     def digest(self) -> str:
-        """The fingerprint in 64 hexadecimal digits, without what a run that goes on keeps from when it was begun."""
+        """The fingerprint in 64 hexadecimal digits, by what windows were asked for and not by what they came to on this machine."""
         asked = {name: value for name, value in self.fingerprint.items() if name != "window_tokens"}
+        asked["window_bytes"] = self.settings.window_bytes
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
@@ -128,8 +129,7 @@ def prepare(
     fingerprint = {
         **request.model_dump(exclude={"prompts", "layers", "project_onto"}),
         **about,
-        **{name: value for name, value in asdict(settings).items() if name not in ("device_map", "weights") and value is not None},
-        "context_length": settings.context_length,
+        **_of_settings(settings),
         # Which of several cards computed is no difference, nor where the weights lay meanwhile; that it was a card is.
         "device": device.type,
         "prompts": digest_prompts(request.prompts),
@@ -155,6 +155,12 @@ def prepare(
         engine.check,
         room,
     )
+
+
+def _of_settings(settings: Settings) -> Fingerprint:
+    """The settings that change bytes."""
+    windows = "window_tokens" if settings.window_tokens is None else "window_bytes"
+    return {name: value for name, value in asdict(settings).items() if name not in ("device_map", "weights", windows)}
 
 
 def _window_tokens(
@@ -233,7 +239,7 @@ def _resolve(
         width = description.hidden_size if directions_DH is None else len(directions_DH)
         token_bytes = len(layers) * width * getattr(torch, store_dtype).itemsize
         text = description.config.get_text_config(decoder=True)
-        n_loaded = _STREAMED_BLOCKS if weights == "stream" else layers[-1] + 1
+        n_loaded = STREAMED_BLOCKS if weights == "stream" else layers[-1] + 1
         batch_tokens = auto_batch_tokens(placement, text, n_loaded, getattr(torch, compute_dtype).itemsize, token_bytes)
         begun_with = held.get("batch_tokens", batch_tokens)
         if begun_with != batch_tokens:

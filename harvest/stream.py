@@ -7,7 +7,7 @@ Waiting     the streams between two blocks
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +43,24 @@ def make_buffers(prepared: Prepared, windows: Sequence[Window]) -> WindowBuffers
 
     Raises StorageError where the scratch folder has no room for them.
     """
-    window_bytes = None if prepared.room is not None else prepared.settings.window_bytes
-    return WindowBuffers(windows, prepared.layout, window_bytes, _rows_folder(prepared, windows))
+    return WindowBuffers(windows, prepared.layout, _window_bytes(prepared), _rows_folder(prepared, windows))
+
+
+def kept_bytes(prepared: Prepared, windows: Sequence[Window]) -> tuple[int, int]:
+    """The most bytes that rows and waiting streams of windows take at once: in host memory, and in the scratch folder."""
+    rows, streams = _row_bytes(prepared, windows), 0
+    if prepared.room is None:
+        return rows, 0
+    for window in windows:
+        shapes = [(len(batch), int(prepared.plan.lengths[batch].max())) for batch in prepared.plan.batches(window)]
+        streams = max(streams, _stream_bytes(prepared, shapes))
+    rows_in_memory = 0 if _rows_folder(prepared, windows) is not None else rows
+    in_memory = rows_in_memory + (streams if prepared.room.fits_memory(rows_in_memory, streams) else 0)
+    return in_memory, rows + streams - in_memory
+
+
+def _window_bytes(prepared: Prepared) -> int | None:
+    return None if prepared.room is not None else prepared.settings.window_bytes
 
 
 def _rows_folder(prepared: Prepared, windows: Sequence[Window]) -> Path | None:
@@ -53,8 +69,14 @@ def _rows_folder(prepared: Prepared, windows: Sequence[Window]) -> Path | None:
 
 
 def _row_bytes(prepared: Prepared, windows: Sequence[Window]) -> int:
-    n_buffers, n_bytes = buffer_sizes(windows, prepared.layout, None)
+    n_buffers, n_bytes = buffer_sizes(windows, prepared.layout, _window_bytes(prepared))
     return n_buffers * n_bytes
+
+
+def _stream_bytes(prepared: Prepared, shapes: Iterable[tuple[int, int]]) -> int:
+    """Of batches of so many prompts by so many tokens."""
+    value_bytes = int(getattr(torch, prepared.settings.compute_dtype).itemsize)
+    return sum(n_prompts * width for n_prompts, width in shapes) * prepared.description.hidden_size * value_bytes
 
 
 @dataclass
@@ -146,11 +168,11 @@ class StreamReader:
         return _Batch(number, prompts, ids_BS, real_T, sum(int(self._prepared.plan.lengths[prompt]) for prompt in prompts))
 
     def _wait_for(self, batches: Sequence[_Batch]) -> Waiting:
-        shapes = [(*batch.ids_BS.shape, self._prepared.description.hidden_size) for batch in batches]
-        n_bytes = sum(torch.Size(shape).numel() for shape in shapes) * self._dtype.itemsize
+        shapes = [(batch.ids_BS.shape[0], batch.ids_BS.shape[1]) for batch in batches]
+        n_bytes = _stream_bytes(self._prepared, shapes)
         room = self._prepared.room
         if room is not None and room.scratch is not None and not room.fits_memory(self._row_bytes, n_bytes):
-            return InFile(room.scratch, shapes, self._dtype, self._device)
+            return InFile(room.scratch, [(*shape, self._prepared.description.hidden_size) for shape in shapes], self._dtype, self._device)
         if self._device.type != "cuda" or n_bytes <= _STAYS * torch.cuda.mem_get_info(self._device)[0]:
             return OnDevice()
         return InMemory(self._device)
@@ -234,8 +256,7 @@ class StreamReader:
             self._batch(batch.number, batch.prompts[:n_kept], width),
             self._batch(other, batch.prompts[n_kept:], width),
         ]
-        if batch.number in way.waiting:
-            way.waiting.split(batch.number, n_kept, other)
+        way.waiting.split(batch.number, n_kept, other)
 
     def _advance(self, way: _Pass, n_tokens: int) -> None:
         """Tell of tokens that were read through one more block: a token counts when it has come through all."""

@@ -6,19 +6,20 @@ the checkpoint alone.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers.core_model_loading import WeightConverter, WeightRenaming, convert_and_load_state_dict_in_model, rename_source_key
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from harvest.errors import ModelError
 from harvest.model.blocks import LoadedDecoder, find_blocks, find_decoder
 from harvest.model.checkpoint import StoredTensor, find_tensors, read_now
 
-# With it transformers converts in the thread that asks, on that thread's CUDA stream, and not in threads of its own.
+# With it transformers converts in the thread that asks, one tensor at a time, and not in threads of its own that run ahead.
 _ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
 _INSTEAD = "leave out --weights stream; --device-map auto spreads a model over cards, host memory and disk"
@@ -60,8 +61,9 @@ class BlockwiseDecoder:
 
         Raises ModelError where some are missing, or are not what the block takes.
         """
-        with _in_this_thread(self.decoder.device):
-            self._convert(block, tensors, self.decoder.device)
+        self._convert(block, tensors, self.decoder.device)
+        # As in a model that is loaded whole. It is more than bookkeeping: torch.matmul folds its batch by it, and rounds otherwise.
+        self.decoder.blocks[block].requires_grad_(False)
 
     def empty(self, block: int) -> None:
         """Take a block's weights away again."""
@@ -87,7 +89,8 @@ class BlockwiseDecoder:
 
     def _convert(self, block: int, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         config = replace(self._config, device_map={"": device})
-        info, _ = convert_and_load_state_dict_in_model(self._model, dict(tensors), config)
+        with _quietly_here():
+            info, _ = convert_and_load_state_dict_in_model(self._model, dict(tensors), config)
         name = type(self._model).__name__
         if info.conversion_errors:
             if device.type == "meta":
@@ -135,7 +138,7 @@ def blockwise_class(model_class: Any, name: str, n_layers: int, n_blocks: int, d
         in_blocks = _block_names(model, blocks)
         beside = own - frozenset().union(*in_blocks)
         parts = _part(model, load_config, find_tensors(checkpoint_files), beside, in_blocks[:n_blocks])
-        with _in_this_thread(device):
+        with _quietly_here():
             info, _ = convert_and_load_state_dict_in_model(model, read_now(parts[-1]), load_config)
         # What nobody will read is neither missing nor to be initialised.
         tied = model.all_tied_weights_keys
@@ -182,18 +185,19 @@ def _part(
 
 
 @contextmanager
-def _in_this_thread(device: torch.device) -> Any:
-    """Conversions on a card are made on the stream of the thread that asks for them."""
-    before = os.environ.get(_ONE_THREAD)
-    if device.type == "cuda":
-        os.environ[_ONE_THREAD] = "1"
+def _quietly_here() -> Iterator[None]:
+    """Conversions without a progress bar for each, in the thread that asks for them, and on a card on that thread's stream."""
+    was_enabled, before = is_progress_bar_enabled(), os.environ.get(_ONE_THREAD)
+    disable_progress_bar()
+    os.environ[_ONE_THREAD] = "1"
     try:
         yield
     finally:
-        if device.type == "cuda":
-            os.environ.pop(_ONE_THREAD)
-            if before is not None:
-                os.environ[_ONE_THREAD] = before
+        os.environ.pop(_ONE_THREAD)
+        if before is not None:
+            os.environ[_ONE_THREAD] = before
+        if was_enabled:
+            enable_progress_bar()
 
 
 def _names_of(model: Any, tensors: Any) -> frozenset[str]:

@@ -90,6 +90,15 @@ def lay_out(tensors: Iterable[StoredTensor], device: torch.device) -> tuple[list
     return slots, at
 
 
+def lay_out_copies(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
+    """Places for copies of tensors in one buffer of `new_buffer`, each aligned as it is now; and the buffer's bytes."""
+    places, at = [], 0
+    for tensor in tensors:
+        places.append(at + tensor.data_ptr() % _ALIGNMENT)
+        at = -(-(places[-1] + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT
+    return places, at
+
+
 def new_buffer(n_bytes: int, device: torch.device) -> torch.Tensor:
     """Memory for so many bytes, uint8 [n], that begins where a page could."""
     memory = torch.empty(n_bytes + _ALIGNMENT, dtype=torch.uint8, device=device)

@@ -4,8 +4,8 @@
     feeding thread   a whole block: transformers' conversion, and the block is filled
     model thread     Feed.next: the block before is given back, the next in turn is there
 
-Two buffers for a block's bytes are used in turn. Where the conversion makes other tensors of them (experts put together, another type), the
-buffer is free again at once.
+Buffers for a block's bytes are used again and again, at most two. Where the conversion makes other tensors of most of them (experts put
+together, another type), the buffer is free for the next block at once.
 """
 
 import queue
@@ -19,12 +19,14 @@ from typing import Any, Self
 import torch
 
 from harvest.model.blockwise import BlockwiseDecoder
-from harvest.model.checkpoint import OpenFiles, Slot, lay_out, memory_of, new_buffer
+from harvest.model.checkpoint import OpenFiles, Slot, lay_out, lay_out_copies, memory_of, new_buffer
 
 # Enough reads at once for a fast disk to be busy, and pieces large enough that their number does not matter.
 _READERS = 4
 _PIECE = 16 << 20
 _WAIT_S = 0.2
+# Where a conversion leaves so little of a block as it was read, that is copied, and the buffer is free for the next block.
+_COPIED_SHARE = 0.5
 # That many blocks are filled at once: one computes, the next is read.
 _FILLED = 2
 
@@ -137,8 +139,9 @@ class Feed:
         if used is not None and self._stream is not None:
             self._stream.wait_event(used)
         self._weights.empty(block)
-        if block in self._held:
-            self._buffers.append(self._held.pop(block))
+        held = self._held.pop(block, None)
+        if held is not None and len(held) == self._buffer_bytes:
+            self._buffers.append(held)
 
     def _fill(self, block: int) -> tuple[int, Any]:
         if self._n_blocks <= _FILLED and block in self._filled_once():
@@ -151,16 +154,28 @@ class Feed:
         self.n_bytes += self._weights.n_bytes(block)
         with torch.cuda.stream(self._stream):
             self._weights.fill(block, {slot.tensor.name: slot.view(buffer) for slot in self._slots[block]})
-            filled = None
+            kept, filled = self._keep(block, buffer), None
             if self._stream is not None:
                 filled = torch.cuda.Event()
                 filled.record(self._stream)
-        place = buffer.untyped_storage().data_ptr()
-        if any(tensor.untyped_storage().data_ptr() == place for tensor in self._weights.weights(block)):
-            self._held[block] = buffer
-        else:
+        if kept is not None:
+            self._held[block] = kept
+        if kept is not buffer:
             self._buffers.append(buffer)
         return block, filled
+
+    def _keep(self, block: int, buffer: torch.Tensor) -> torch.Tensor | None:
+        """The memory that a block's weights use as it was read: the buffer, or, where that is a small part of it, a copy of the part."""
+        place = buffer.untyped_storage().data_ptr()
+        used = [tensor for tensor in self._weights.weights(block) if tensor.untyped_storage().data_ptr() == place]
+        slots, n_bytes = lay_out_copies(used)
+        if not used or n_bytes > _COPIED_SHARE * len(buffer) or not all(tensor.is_contiguous() for tensor in used):
+            return buffer if used else None
+        copy = new_buffer(n_bytes, self._device)
+        for tensor, at in zip(used, slots, strict=True):
+            moved = copy[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensor.data = moved.copy_(tensor.data)
+        return copy
 
     def _filled_once(self) -> set[int]:
         return {block for block in range(self._n_blocks) if not any(tensor.is_meta for tensor in self._weights.weights(block))}

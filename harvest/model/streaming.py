@@ -13,7 +13,7 @@ from typing import Literal
 from harvest.errors import ModelError, RequestError
 from harvest.model.describe import Description
 from harvest.model.device import Placement
-from harvest.model.weigh import build, free_bytes, weight_bytes
+from harvest.model.weigh import build, free_bytes
 from harvest.parts import Rank
 from harvest.progress import size
 from harvest.settings import Engine
@@ -45,11 +45,11 @@ def choose_weights(
             raise RequestError("scratch: it holds what waits while blocks are streamed, and weights are resident; leave one out")
         return "resident"
     try:
-        _, per_block, beside = build(description)
+        weighed = build(description)
     except ModelError:
         # Loading says what is wrong with it.
         return "resident"
-    needed, free = weight_bytes(per_block, beside, n_blocks, compute_dtype), free_bytes(placement)
+    needed, free = weighed.n_bytes(n_blocks, compute_dtype), free_bytes(placement)
     if needed <= _FITS * free:
         return "resident"
     note(

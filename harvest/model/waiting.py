@@ -28,10 +28,6 @@ class Waiting(ABC):
     """The stream of each batch, [batch, token, hidden], by the batch's number. A context manager."""
 
     @abstractmethod
-    def __contains__(self, number: int) -> bool:
-        """Whether a stream was put there."""
-
-    @abstractmethod
     def get(self, number: int, following: int | None) -> torch.Tensor:
         """The stream that was put there last, on the device. following: the number that is asked for next."""
 
@@ -41,7 +37,7 @@ class Waiting(ABC):
 
     @abstractmethod
     def split(self, number: int, n_rows: int, other: int) -> None:
-        """Make two batches of one: the first n_rows prompts keep the number, the rest take the other. Nothing is on its way."""
+        """Make two batches of one: the first n_rows prompts keep the number, the rest take the other."""
 
     def __enter__(self) -> Self:
         return self
@@ -56,9 +52,6 @@ class OnDevice(Waiting):
     def __init__(self) -> None:
         self._streams: dict[int, torch.Tensor] = {}
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._streams
-
     def get(self, number: int, following: int | None = None) -> torch.Tensor:  # noqa: ARG002
         """A copy of the stream: a block may write into what it is given, and is given it again where a card's memory did not do."""
         return self._streams[number].clone()
@@ -69,8 +62,7 @@ class OnDevice(Waiting):
 
     def split(self, number: int, n_rows: int, other: int) -> None:
         """Two parts of one tensor."""
-        stream = self._streams[number]
-        self._streams[number], self._streams[other] = stream[:n_rows], stream[n_rows:]
+        _split(self._streams, number, n_rows, other)
 
 
 class _Moved(Waiting):
@@ -87,9 +79,6 @@ class _Moved(Waiting):
         self._coming: dict[int, Future[tuple[torch.Tensor, Any]]] = {}
         self._going: dict[int, Future[None]] = {}
         self._order: deque[int] = deque()
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._going
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._fetchers.shutdown(cancel_futures=True)
@@ -135,7 +124,8 @@ class _Moved(Waiting):
             coming.result()
         self._coming.clear()
         self._halve(number, n_rows, other)
-        self._going[other] = self._going[number]
+        if number in self._going:
+            self._going[other] = self._going[number]
 
     def _fetch(self, number: int) -> tuple[torch.Tensor, Any]:
         if number in self._going:
@@ -177,8 +167,7 @@ class InMemory(_Moved):
         self._streams[number] = host
 
     def _halve(self, number: int, n_rows: int, other: int) -> None:
-        stream = self._streams[number]
-        self._streams[number], self._streams[other] = stream[:n_rows], stream[n_rows:]
+        _split(self._streams, number, n_rows, other)
 
 
 class InFile(_Moved):
@@ -225,6 +214,12 @@ class InFile(_Moved):
         row_bytes = torch.Size(rest).numel() * self._dtype.itemsize
         self._places[number] = (at, (n_rows, *rest))
         self._places[other] = (at + n_rows * row_bytes, (n_all - n_rows, *rest))
+
+
+def _split(streams: dict[int, torch.Tensor], number: int, n_rows: int, other: int) -> None:
+    if number in streams:
+        stream = streams[number]
+        streams[number], streams[other] = stream[:n_rows], stream[n_rows:]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

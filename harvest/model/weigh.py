@@ -1,5 +1,6 @@
 """How many bytes a model's weights take, counted on a model without memory for them, and how many a device has for weights."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +13,21 @@ from harvest.model.load import class_and_config
 from harvest.model.tiny import tiny_model
 
 
-def build(description: Description) -> tuple[Any, int, int]:
-    """A model without memory for its weights; and the parameters of its largest block, and of its decoder beside the blocks.
+@dataclass(frozen=True)
+class Weighed:
+    """A model without memory for its weights; and the parameters of each of its blocks, and of its decoder beside them."""
+
+    model: Any
+    blocks: list[int]
+    beside: int
+
+    def n_bytes(self, n_blocks: int, dtype: str) -> int:
+        """The bytes of the decoder's first blocks and what stands beside them."""
+        return (sum(self.blocks[:n_blocks]) + self.beside) * int(getattr(torch, dtype).itemsize)
+
+
+def build(description: Description) -> Weighed:
+    """A model of meta tensors, its parameters counted.
 
     Raises ModelError where it cannot be built, or its blocks are not found.
     """
@@ -31,12 +45,7 @@ def build(description: Description) -> tuple[Any, int, int]:
             raise ModelError(f"model: {name} cannot be built from its config: {type(error).__name__}: {error}") from error
     decoder = find_decoder(model, description.n_layers)
     sizes = [_count(block) for block in find_blocks(decoder, description.n_layers)]
-    return model, max(sizes), _count(decoder) - sum(sizes)
-
-
-def weight_bytes(per_block: int, beside: int, n_blocks: int, dtype: str) -> int:
-    """The bytes of a decoder's first blocks and what stands beside them, from what `build` counts."""
-    return (per_block * n_blocks + beside) * int(getattr(torch, dtype).itemsize)
+    return Weighed(model, sizes, _count(decoder) - sum(sizes))
 
 
 def free_bytes(placement: Placement) -> int:
