@@ -147,12 +147,12 @@ class Feed:
         if self._n_blocks <= _FILLED and block in self._filled_once():
             # So few blocks stay where they are.
             return block, None
-        buffer = self._buffers.pop() if self._buffers else new_buffer(self._buffer_bytes, self._device)
-        started = time.monotonic()
-        self._read(block, buffer)
-        self.read_s += time.monotonic() - started
-        self.n_bytes += self._weights.n_bytes(block)
         with torch.cuda.stream(self._stream):
+            buffer = self._buffers.pop() if self._buffers else new_buffer(self._buffer_bytes, self._device)
+            started = time.monotonic()
+            self._read(block, buffer)
+            self.read_s += time.monotonic() - started
+            self.n_bytes += self._weights.n_bytes(block)
             self._weights.fill(block, {slot.tensor.name: slot.view(buffer) for slot in self._slots[block]})
             kept, filled = self._keep(block, buffer), None
             if self._stream is not None:

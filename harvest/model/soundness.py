@@ -26,7 +26,7 @@ _PADDING_BOUNDS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-
 # How far a token's stream may move, relative to its norm, when the tokens to its right are others. Both passes have the same shape, so a
 # causal model gives the very same values on a CPU, in bfloat16 too; the bound leaves room for kernels of a GPU that are not repeatable.
 # Encoders move by 1e-2 and more.
-_CAUSAL_BOUND = 1e-3
+CAUSAL_BOUND = 1e-3
 
 
 # So end classes that ask for a picture, or for what another part of their model computes.
@@ -56,7 +56,7 @@ class Trials:
         # The greatest move counts: in a model with short windows only the tokens beside the change see it.
         error = float(((before_TH - after_TH).norm(dim=1) / before_TH.norm(dim=1)).max())
         # A stream that is not finite is no question of causality; reading it names the layer and the place.
-        if np.isfinite(error) and error > _CAUSAL_BOUND:
+        if np.isfinite(error) and error > CAUSAL_BOUND:
             name = type(decoder.module).__name__
             raise ModelError(
                 f"model: the stream of {name} changes by {error:.2g} of its norm when the tokens to its right are others, "

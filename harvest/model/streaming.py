@@ -35,7 +35,7 @@ def choose_weights(
     note: Callable[[str], None],
 ) -> Literal["resident", "stream"]:
     """How the weights of the first n_blocks blocks are had: all on the device, or streamed. Raises RequestError."""
-    why_not = _why_not(engine, description)
+    why_not = _why_not(engine, placement, description)
     if engine.weights == "stream":
         if why_not is not None:
             raise RequestError(f"weights: stream was given, but {why_not}; leave it out")
@@ -59,7 +59,9 @@ def choose_weights(
     return "stream"
 
 
-def _why_not(engine: Engine, description: Description) -> str | None:
+def _why_not(engine: Engine, placement: Placement, description: Description) -> str | None:
+    if placement.device.type == "mps":
+        return "the device is mps, which blocks are not streamed to"
     if engine.device_map != "none":
         return "device_map auto spreads the weights instead of streaming them"
     if description.source.is_tiny:

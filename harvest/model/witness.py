@@ -17,7 +17,7 @@ from harvest.model.blocks import LoadedDecoder, stream_of
 from harvest.model.capture import pad, take_rows
 from harvest.model.plain import check_error
 from harvest.model.restart import Restart
-from harvest.model.soundness import TRIED_TOKENS, UNRUNNABLE, make_trials, not_handed_on, not_on_text, same_stream
+from harvest.model.soundness import CAUSAL_BOUND, TRIED_TOKENS, UNRUNNABLE, make_trials, not_handed_on, not_on_text, same_stream
 
 
 class Witness:
@@ -44,7 +44,7 @@ class Witness:
         whole = self._run(self._ids, block, self._outputs)
         changed, alone = (None if form is None else self._run(form[0], block, form[1]) for form in self._others)
         self._stream = self._restart.run(self._ids, block, self._stream)
-        if not torch.allclose(self._stream, whole, rtol=0, atol=0, equal_nan=True):
+        if not self._agrees(whole, self._stream):
             raise ModelError(
                 f"model: decoder block {block} of {type(self._decoder.module).__name__} gives other numbers when it is given its stream "
                 "alone, so blocks hand something else on to each other; it cannot be streamed: leave out --weights stream, or take "
@@ -54,6 +54,13 @@ class Witness:
             self._trials.check_causal(self._decoder, whole, changed)
         if alone is not None:
             self._trials.check_padding(self._decoder, whole, alone)
+
+    def _agrees(self, whole_BSH: torch.Tensor, stream_BSH: torch.Tensor) -> bool:
+        """Whether two passes of one shape gave the same: the same bits on a CPU; some kernels of a card are not repeatable to the last."""
+        if same_stream(whole_BSH, stream_BSH):
+            return True
+        error = float(((whole_BSH - stream_BSH).float().norm(dim=-1) / whole_BSH.float().norm(dim=-1)).max())
+        return self._decoder.device.type != "cpu" and error <= CAUSAL_BOUND
 
     def _form(self, ids: npt.NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(ids.astype(np.int64))[None].to(self._decoder.device)
