@@ -2,7 +2,7 @@
 
 One prompt in three forms goes through the blocks beside the first window. Each form is the model's own whole forward pass: every block
 before hands out what it did hand out, all of it. Beside them the same prompt is read as the run reads its batches, with nothing handed on
-but the stream; both must be the same to the last bit.
+but the stream; both must be the same.
 """
 
 from collections.abc import Sequence
