@@ -52,8 +52,8 @@ def load_streamed(prepared: Prepared, reporter: Reporter, stop: StopFlag) -> Blo
     n_bytes = sum(decoder.n_bytes(block) for block in range(prepared.n_blocks))
     n_windows = len(prepared.plan.windows)
     reporter.note(
-        f"weights: {prepared.n_blocks} blocks of {size(n_bytes)} are streamed, once for each of {n_windows} "
-        f"window{'' if n_windows == 1 else 's'}"
+        f"weights: {prepared.n_blocks} block{'' if prepared.n_blocks == 1 else 's'}, {size(n_bytes)} in the model's files, streamed once "
+        f"for each of {n_windows} window{'' if n_windows == 1 else 's'}"
     )
     return decoder
 
