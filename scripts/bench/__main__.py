@@ -4,10 +4,12 @@
     python scripts/bench storage    the writers alone, on synthetic streams at the shapes of llama-8b
     python scripts/bench scaling    time and memory over 100 to 100,000 prompts on tiny
     python scripts/bench gpu        the engine on one CUDA card, on random weights at the shapes of llama-8b (also: --gpu)
+    python scripts/bench stream     blocks that are streamed, and accelerate's offload to disk (also: --stream)
     python scripts/bench report     the JSON files of the above as markdown
 
 Each prints its table and writes all single measurements as JSON with --json. From the words that everything shares to what runs them:
 
+    watch.py        a process's memory while it works
     measuring.py    the machine, a child process with its time and memory, medians
     texts.py        prompts of log-normal lengths from the 96 texts
     ceilings.py     what the machine itself does: matrix products, bytes to a disk
@@ -22,6 +24,9 @@ Each prints its table and writes all single measurements as JSON with --json. Fr
     engine.py       harvest's engine around a model that lies on a device already
     race.py         whether copies to pinned memory ever arrive torn
     gpu.py          the engine on one card
+    cold.py         files and the system's cache
+    llama.py        a random model in many files, and its blocks read from them alone
+    stream.py       streamed blocks, accelerate's offload, and the model in memory
     report.py       measurements to markdown
 """
 
@@ -41,15 +46,17 @@ _COMMANDS = {
     "storage": "the writers alone, on synthetic streams",
     "scaling": "time and memory over more and more prompts on tiny",
     "gpu": "the engine on one CUDA card; it was not run on a card yet",
+    "stream": "streamed blocks against accelerate's offload to disk",
     "report": "JSON files of measurements as markdown",
     "contend": "one contender; called by models",
+    "llama": "a random model in many files; called by stream",
 }
 
 
 def main(arguments: list[str]) -> int:
     """Hand over to a command's own module; only that one is imported, and the libraries that it needs."""
-    if arguments[:1] == ["--gpu"]:
-        arguments = ["gpu", *arguments[1:]]
+    if arguments[:1] in (["--gpu"], ["--stream"]):
+        arguments = [arguments[0].removeprefix("--"), *arguments[1:]]
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in _COMMANDS.items():

@@ -16,11 +16,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from watch import Watch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _LIBRARIES = ("harvest", "torch", "transformers", "zarr", "numcodecs", "numpy", "safetensors", "transformer-lens", "nnsight")
@@ -28,18 +30,28 @@ _LIBRARIES = ("harvest", "torch", "transformers", "zarr", "numcodecs", "numpy", 
 
 @dataclass(frozen=True)
 class Child:
-    """A process that has ended. peak_bytes: the most memory that it held; error: what it said last, where it failed."""
+    """A process that has ended.
+
+    peak_bytes: the most memory that it held, and by samples anon_bytes: of its own, mapped_bytes: of files. read_bytes: that the disk
+    gave it, and not the system's cache. error: what it said last, where it failed.
+    """
 
     wall_s: float
     peak_bytes: int
+    anon_bytes: int
+    mapped_bytes: int
+    read_bytes: int
     stdout: str
+    stderr: str
     error: str | None
 
 
-def run_child(command: Sequence[str], threads: int | None = None, timeout_s: float = 3600) -> Child:
-    """Run a process to its end, and measure it. threads: of torch and of the libraries under it."""
+def run_child(
+    command: Sequence[str], threads: int | None = None, timeout_s: float = 3600, variables: Mapping[str, str] | None = None
+) -> Child:
+    """Run a process to its end, and measure it. threads: of torch and of the libraries under it. variables: more of its environment."""
     # A model lies on this machine, or the bench cannot be repeated; and no contender waits for a hub.
-    environment = {"HF_HUB_OFFLINE": "1"} | dict(os.environ)
+    environment = {"HF_HUB_OFFLINE": "1"} | dict(os.environ) | dict(variables or {})
     if threads is not None:
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -48,7 +60,8 @@ def run_child(command: Sequence[str], threads: int | None = None, timeout_s: flo
         timer = threading.Timer(timeout_s, _kill, (process.pid,))
         timer.start()
         try:
-            _, status, usage = os.wait4(process.pid, 0)
+            with Watch(process.pid) as watch:
+                _, status, usage = os.wait4(process.pid, 0)
         except BaseException:
             _kill(process.pid)
             process.wait()
@@ -66,7 +79,9 @@ def run_child(command: Sequence[str], threads: int | None = None, timeout_s: flo
         late = f"it was still at work after {timeout_s:g} s; " if wall_s >= timeout_s else ""
         error = f"{late}exit code {process.returncode}: {said[-1][:300]}"
         print(f"bench: {shlex.join(command)}\n{stderr}", file=sys.stderr)
-    return Child(wall_s, usage.ru_maxrss * 1024, stdout, error)
+    # The system counts what was read in pieces of 512 bytes.
+    read_bytes = usage.ru_inblock * 512
+    return Child(wall_s, usage.ru_maxrss * 1024, watch.anon_bytes, watch.mapped_bytes, read_bytes, stdout, stderr, error)
 
 
 def _kill(process_group: int) -> None:

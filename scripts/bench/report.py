@@ -22,7 +22,12 @@ _NAMES = {
     "lens": "TransformerLens `run_with_cache`, stopped after the deepest layer, `torch.save`",
     "nnsight": "nnsight trace, `torch.save`",
 }
-_WAYS = {"bare": "bare passes", "read": "read to host memory", "written": "read and written"}
+_WAYS = {"bare": "bare passes", "read": "read to host memory", "written": "read and written"} | {
+    "stream": "`--weights stream`",
+    "offload": "`--device-map auto`, memory and disk",
+    "resident": "all in memory",
+    "feed": "the feed alone",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -41,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 def render(measured: dict[str, Any]) -> str:
     """One bench's section."""
-    body = {"models": _models, "storage": _storage, "scaling": _scaling, "gpu": _gpu}[measured["kind"]](measured)
+    body = {"models": _models, "storage": _storage, "scaling": _scaling, "gpu": _gpu, "stream": _stream}[measured["kind"]](measured)
     return "\n".join([*body, "", *_origin(measured), ""])
 
 
@@ -204,6 +209,49 @@ def _gpu(measured: dict[str, Any]) -> list[str]:
     ]
     if measured["left_out"]:
         lines += ["", f"Left out for lack of time: {'; '.join(measured['left_out'])}."]
+    return lines
+
+
+def _stream(measured: dict[str, Any]) -> list[str]:
+    weights, kept = _bytes(measured["weight_bytes"]), _bytes(measured["limit_bytes"])
+    lines = [
+        f"## Streamed blocks: {measured['blocks']} of hidden size {measured['hidden']:,}, {weights} in {_count(measured['files'], 'file')}",
+        "",
+        f"{measured['tokens']:,} tokens in {measured['n_batches']} batches and {_count(measured['n_windows'], 'window')}; float32 on the "
+        f"CPU, {measured['threads']} threads, {_count(measured['rounds'], 'round')}. Offload keeps at most {kept} of weights in memory. Each "
+        "run begins with the checkpoint dropped from the system's cache; dropped: all the while it works, too, as where memory has no room "
+        "for it. No run has a memory limit. The clock of computing starts when the model is loaded; the whole is the command.",
+    ]
+    header = ["", "cache", "computing s", "lowest – highest", "loading s", "whole s", "from the disk", "own memory", "mapped files"]
+    rows = [
+        [
+            _WAYS[entry["way"]],
+            entry["cache"],
+            f"{entry['seconds']:.2f}",
+            f"{entry['lowest']:.2f} – {entry['highest']:.2f}",
+            f"{entry['load_s']:.2f}" if "load_s" in entry else "",
+            f"{entry['wall_s']:.1f}",
+            *(_bytes(entry[name]) for name in ("read_bytes", "anon_bytes", "mapped_bytes")),
+            _ratio(entry.get("of_stream")),
+            _ratio(entry.get("wall_of_stream")),
+            _ratio(entry.get("of_bound")),
+        ]
+        for entry in measured["summary"]
+    ]
+    lines += ["", *_table([*header, "÷ stream", "whole ÷ stream", "÷ bound"], rows)]
+    feed = next((entry for entry in measured["summary"] if entry["way"] == "feed"), None)
+    if feed is not None:
+        lines += [
+            "",
+            f"The feed alone reads {feed['bytes_per_s'] / 1e9:.2f} GB/s. Bound: the bytes of all blocks, once a window, at that rate, ",
+        ]
+        lines[-1] += "or the computing of the model in memory, whichever takes longer."
+    lines += (
+        [] if measured["is_cold"] else ["", "**THE CACHE WAS NOT EMPTY: this system does not drop files from it; nothing here is cold**"]
+    )
+    lines += [] if measured["is_same"] else ["", "**WRONG VALUES: the runs do not agree to the bit**"]
+    for name, reason in measured["failed"].items():
+        lines += ["", f"{name}: not measured ({reason})."]
     return lines
 
 
