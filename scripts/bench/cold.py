@@ -1,9 +1,10 @@
-"""Files and the system's cache: their pages dropped from it, once or all the while, and counted in it. Linux only."""
+"""Files and the system's cache: their pages counted in it, dropped from it, and kept to a share of it. Linux only."""
 
 import ctypes
 import mmap
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -57,13 +58,19 @@ def _cached_pages(path: Path) -> npt.NDArray[np.uint8]:
     return pages & np.uint8(1)
 
 
-class Dropping:
-    """Drops files' pages every 50 ms until the end of the context: what a process has read, and mapped no longer, it reads anew."""
+class Short:
+    """Keeps files from taking more than so many bytes of the cache, until the end of the context, as a machine with less memory would.
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
+    Looked at every 50 ms; then what has longest taken in nothing new is dropped first, a whole file at a time. What a process has mapped
+    and touched stays, as it does where memory is short and the process goes on using it.
+    """
+
+    def __init__(self, paths: Sequence[Path], most_bytes: int) -> None:
+        self._most_pages = most_bytes // mmap.PAGESIZE
+        self._pages = dict.fromkeys(paths, 0)
+        self._grown_at = dict.fromkeys(paths, 0.0)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._drop, daemon=True)
+        self._thread = threading.Thread(target=self._keep, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -73,6 +80,18 @@ class Dropping:
         self._ended.set()
         self._thread.join()
 
-    def _drop(self) -> None:
+    def _keep(self) -> None:
         while not self._ended.wait(_EVERY_S):
-            drop(self._paths)
+            self.look()
+
+    def look(self) -> None:
+        """Count, and drop what is too much."""
+        for path, before in self._pages.items():
+            self._pages[path] = int(_cached_pages(path).sum())
+            if self._pages[path] > before:
+                self._grown_at[path] = time.monotonic()
+        for path in sorted(self._pages, key=self._grown_at.__getitem__):
+            if sum(self._pages.values()) <= self._most_pages:
+                return
+            drop([path])
+            self._pages[path] = int(_cached_pages(path).sum())

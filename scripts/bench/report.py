@@ -218,9 +218,10 @@ def _stream(measured: dict[str, Any]) -> list[str]:
         f"## Streamed blocks: {measured['blocks']} of hidden size {measured['hidden']:,}, {weights} in {_count(measured['files'], 'file')}",
         "",
         f"{measured['tokens']:,} tokens in {measured['n_batches']} batches and {_count(measured['n_windows'], 'window')}; float32 on the "
-        f"CPU, {measured['threads']} threads, {_count(measured['rounds'], 'round')}. Offload keeps at most {kept} of weights in memory. Each "
-        "run begins with the checkpoint dropped from the system's cache; dropped: all the while it works, too, as where memory has no room "
-        "for it. No run has a memory limit. The clock of computing starts when the model is loaded; the whole is the command.",
+        f"CPU, {measured['threads']} threads, {_count(measured['rounds'], 'round')}. Offload keeps at most {kept} of weights in memory. "
+        "Each run begins with the checkpoint dropped from the system's cache; where the cache is short, no more than "
+        f"{measured['cache_share']:.0%} of it stays there later. No run has a memory limit. Computing begins when the model is loaded; the "
+        "whole is the command.",
     ]
     header = ["", "cache", "computing s", "lowest – highest", "loading s", "whole s", "from the disk", "own memory", "mapped files"]
     rows = [

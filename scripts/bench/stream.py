@@ -10,8 +10,8 @@ Each run is a harvest command in a process of its own, on the CPU, and begins wi
     feed        harvest's own feed of blocks alone: how fast the blocks come from the disk where nothing is computed
 
 With a small checkpoint the system's cache holds what offload has read once, and serves all later batches: a model that is larger than
-the machine's memory has no such luck. So stream and offload run twice: with the cache as the system keeps it, and with the checkpoint's
-pages dropped from it every 50 ms while the run works.
+the machine's memory has no such luck. So stream and offload run twice: with the cache as the system keeps it, and short, where no more
+than --cache-share of the checkpoint stays in it: what was read longest ago is dropped first.
 """
 
 import argparse
@@ -24,13 +24,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cold import Dropping, cached_share, drop
+from cold import Short, cached_share, drop
 from measuring import Child, begin, cores, load, median, rotated, run_child, say, write_json
 from report import render
 from texts import corpus, write_prompts
 
 _BENCH = Path(__file__).resolve().parent
-_CACHES = ("kept", "dropped")
+_CACHES = ("kept", "short")
 # More of the checkpoint in the cache than this, and dropping it has not worked.
 _COLD = 0.01
 
@@ -46,6 +46,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of each prompt, its start token too [default: 64]")
     parser.add_argument("--share", type=float, default=0.3, help="of the weights that offload keeps in memory [default: 0.3]")
     parser.add_argument("--caches", default=",".join(_CACHES), help="how stream and offload are run [default: %(default)s]")
+    parser.add_argument("--cache-share", type=float, default=0.5, help="of the checkpoint, where the cache is short [default: 0.5]")
     parser.add_argument("--rounds", type=int, default=3, help="[default: 3]")
     parser.add_argument("--threads", type=int, default=cores(), help="of torch [default: the machine's cores]")
     parser.add_argument("--timeout-s", type=float, default=1800, help="of one run [default: 1800]")
@@ -99,6 +100,7 @@ class _Bench:
             "files": len(self.files),
             "weight_bytes": plan["weight_bytes"],
             "limit_bytes": self.limit,
+            "cache_share": options.cache_share,
             **{name: plan[name] for name in ("tokens", "n_prompts", "n_batches", "batch_tokens", "n_windows")},
             "rounds": options.rounds,
             "threads": options.threads,
@@ -145,7 +147,8 @@ class _Bench:
         drop(self.files)
         entry: dict[str, Any] = {"way": way, "cache": cache, "round": turn, "load_before": load_before}
         entry["cached_before"] = cached_share(self.files)
-        with Dropping(self.files) if cache == "dropped" else contextlib.nullcontext():
+        most_bytes = int(self.options.cache_share * sum(path.stat().st_size for path in self.files))
+        with Short(self.files, most_bytes) if cache == "short" else contextlib.nullcontext():
             if way == "feed":
                 child = self._child([str(_BENCH), "llama", "read", "--folder", str(self.folder)])
             else:
