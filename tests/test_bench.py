@@ -314,6 +314,68 @@ def test_the_engine_of_the_gpu_bench_reads_what_a_run_reads(tmp_path: Path) -> N
     torch.testing.assert_close(read, plain, rtol=0.02, atol=0.02)
 
 
+def test_stream_runs_all_ways_on_the_same_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, checkpoint = tmp_path / "stream.json", tmp_path / "checkpoint"
+    arguments = ["--blocks", "4", "--hidden", "64", "--batches", "10", "--batch-tokens", "70", "--prompt-tokens", "35", "--share", "0.8"]
+    arguments += ["--caches", "short", "--rounds", "1", "--threads", "1", "--checkpoint", str(checkpoint)]
+    arguments += ["--out", str(tmp_path / "work"), "--json", str(file)]
+    assert module("stream").main(arguments) == 0
+    measured = json.loads(file.read_text())
+    check_head(measured, "stream", *arguments)
+    assert (measured["n_batches"], measured["n_prompts"], measured["tokens"], measured["n_windows"]) == (10, 20, 700, 1)
+    assert (measured["failed"], measured["is_same"], measured["is_sound"]) == ({}, True, True)
+    files = sorted(checkpoint.glob("*.safetensors"))
+    assert measured["files"] == len(files) > 3
+    blocks = [tensor for name, tensor in module("harvest.model.checkpoint").find_tensors(files).items() if ".layers." in name]
+
+    by_way = {entry["way"]: entry for entry in measured["measurements"]}
+    assert list(by_way) == ["stream", "offload", "resident", "feed"]
+    assert "streamed" in by_way["stream"]["weights"]
+    assert all(place in by_way["offload"]["weights"] for place in ("on cpu", "on disk"))
+    assert by_way["feed"]["weight_bytes"] == sum(tensor.n_bytes for tensor in blocks)
+    for entry in by_way.values():
+        assert entry["wall_s"] > entry["seconds"] > 0
+        assert entry["anon_bytes"] > 50e6
+        assert entry["mapped_bytes"] > 1e6
+        assert entry["read_bytes"] >= 0
+    assert measured["is_cold"] == all(entry["cached_before"] < 0.01 for entry in by_way.values())
+
+    summary = {entry["way"]: entry for entry in measured["summary"]}
+    assert summary["offload"]["of_stream"] == by_way["offload"]["seconds"] / by_way["stream"]["seconds"]
+    bound_s = max(by_way["feed"]["read_s"], by_way["resident"]["seconds"])
+    assert (summary["stream"]["bound_s"], summary["stream"]["of_bound"]) == (bound_s, by_way["stream"]["seconds"] / bound_s)
+    page = capsys.readouterr().out
+    assert "| `--weights stream` | short |" in page
+    assert ("THE CACHE WAS NOT EMPTY" in page) == (not measured["is_cold"])
+    assert "**WRONG VALUES" in module("report").render(measured | {"is_same": False})
+    assert not list((tmp_path / "work").iterdir())
+    with pytest.raises(SystemExit, match="a model of other sizes"):
+        module("stream").main(["--blocks", "3", "--hidden", "64", "--checkpoint", str(checkpoint)])
+
+
+def test_a_short_cache_keeps_what_was_read_last(tmp_path: Path) -> None:
+    cold = module("cold")
+    paths = [tmp_path / f"{number}.bin" for number in range(4)]
+    for path in paths:
+        path.write_bytes(bytes(1 << 20))
+    cold.flush(paths)
+    assert cold.cached_share(paths) == 1
+    cold.drop(paths)
+    if cold.cached_share(paths) > 0:
+        pytest.skip("the cache of this file system cannot be dropped")
+    short = cold.Short(paths, 2 << 20)
+    for path in [*paths, paths[0]]:
+        path.read_bytes()
+        short.look()
+    # Read twice, the first file is in it again: the third is not.
+    assert [cold.cached_share([path]) for path in paths] == [1, 0, 0, 1]
+    with cold.Short(paths, 0):
+        deadline = time.monotonic() + 60
+        while cold.cached_share(paths) > 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert cold.cached_share(paths) == 0
+
+
 def test_report_makes_one_page_of_all(tmp_path: Path) -> None:
     summary = {
         "prompts": 40,

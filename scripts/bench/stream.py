@@ -5,7 +5,8 @@
 Each run is a harvest command in a process of its own, on the CPU, and begins with the checkpoint's pages dropped from the system's cache.
 
     stream      --weights stream
-    offload     --device-map auto with --max-memory: --share of the weights stay in memory, the rest is read from the disk for each batch
+    offload     --device-map auto with --max-memory: at most --share of the weights lie in memory, the block at work
+                among them, and the rest is read from the disk for each batch
     resident    --weights resident: its computing is the bare forward
     feed        harvest's own feed of blocks alone: how fast the blocks come from the disk where nothing is computed
 
@@ -39,12 +40,12 @@ def main(arguments: list[str]) -> int:
     """Run all ways in turn; 1 where one failed or their values differ."""
     parser = argparse.ArgumentParser(prog="bench stream", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=16, help="of the model [default: 16]")
-    parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 64 [default: 1024; 16 blocks of it take 755 MB]")
+    parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 64 [default: 1024; 16 blocks of it take 773 MB]")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="where the model lies, or is made once [default: made and removed]")
     parser.add_argument("--batches", type=int, default=12, help="that the prompts fill [default: 12]")
     parser.add_argument("--batch-tokens", type=int, default=256, help="[default: 256]")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of each prompt, its start token too [default: 64]")
-    parser.add_argument("--share", type=float, default=0.3, help="of the weights that offload keeps in memory [default: 0.3]")
+    parser.add_argument("--share", type=float, default=0.3, help="of the weights, that offload may have in memory [default: 0.3]")
     parser.add_argument("--caches", default=",".join(_CACHES), help="how stream and offload are run [default: %(default)s]")
     parser.add_argument("--cache-share", type=float, default=0.5, help="of the checkpoint, where the cache is short [default: 0.5]")
     parser.add_argument("--rounds", type=int, default=3, help="[default: 3]")
