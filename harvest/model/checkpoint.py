@@ -182,8 +182,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     for tensor in sorted(found.values(), key=lambda tensor: (tensor.start, tensor.n_bytes)):
         if tensor.start != end:
             raise ModelError(
-                f"model: the header of {path} puts its tensor {tensor.name} at byte {tensor.start:,}, where the one before ends at {end:,}; "
-                "fetch the file anew"
+                f"model: the header of {path} puts its tensor {tensor.name} at byte {tensor.start:,}, where the one before ends at "
+                f"{end:,}; fetch the file anew"
             )
         end += tensor.n_bytes
     if end != size:
@@ -202,8 +202,8 @@ def _entry(name: str, entry: Mapping[str, Any], path: Path, begin: int) -> Store
         tensor = StoredTensor(name, path, dtype, shape, begin + first, end - first)
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
-            f"model: {path} says of its tensor {name} {entry}, which harvest cannot read a block at a time; fetch the file anew where it is "
-            f"damaged, and else leave out --weights stream. Types that can be read: {', '.join(_DTYPES)}"
+            f"model: {path} says of its tensor {name} {entry}, which harvest cannot read a block at a time; fetch the file anew where it "
+            f"is damaged, and else leave out --weights stream. Types that can be read: {', '.join(_DTYPES)}"
         ) from error
     if tensor.n_bytes != math.prod(shape) * dtype.itemsize:
         raise ModelError(f"model: {path} gives {tensor.n_bytes:,} bytes to its tensor {name} of shape {list(shape)}; fetch it anew")
