@@ -11,7 +11,7 @@ import torch
 from harvest.input.plan import Plan
 from harvest.model.blocks import LoadedDecoder, stream_of
 from harvest.model.blockwise import BlockwiseDecoder
-from harvest.model.capture import pad, take_rows, true_float32
+from harvest.model.capture import check_shape, pad, take_rows, true_float32
 from harvest.model.checkpoint import read_now
 from harvest.model.describe import Description, describe, find_chosen_keys
 from harvest.model.device import Placement
@@ -90,7 +90,9 @@ def rows_by_block(description: Description, prompts: Sequence[npt.NDArray[np.int
             lambda restart: Witness(decoder.decoder, restart, longest, n_tried, plan.length_switches).see,
         )
     rows: dict[int, torch.Tensor] = {}
-    for batch, (_, real_T), own in zip(batches, padded, streams, strict=True):
+    for batch, (ids_BS, real_T), own in zip(batches, padded, streams, strict=True):
+        for block, stream in enumerate(own):
+            check_shape(stream, (*ids_BS.shape, description.hidden_size), block)
         rows_LTH = torch.stack([take_rows(stream, real_T, None).float() for stream in own])
         rows |= zip(batch, rows_LTH.split([len(prompts[number]) for number in batch], dim=1), strict=True)
     return torch.cat([rows[number] for number in range(len(prompts))], dim=1)
