@@ -49,7 +49,7 @@ class Witness:
         try:
             self._stream = self._restart.run(self._ids, block, self._stream)
         except UNRUNNABLE as error:
-            raise self._hands_on_more(block, f"fails ({type(error).__name__}: {' '.join(str(error).split())})") from error
+            raise self._hands_on_more(block, _failing(error)) from error
         if not self._agrees(whole, self._stream):
             raise self._hands_on_more(block, "gives other numbers")
         if changed is not None:
@@ -85,6 +85,9 @@ class Witness:
         try:
             outputs.append(self._restart.run_with(ids_BS, block, outputs, seen))
         except UNRUNNABLE as error:
+            if block:
+                # The first block ran, so that is not for want of a picture: keys and values go from block to block in a dict, for one.
+                raise self._hands_on_more(block, _failing(error)) from error
             raise not_on_text(self._decoder, error) from error
         if broken:
             raise not_handed_on(self._decoder, broken[0])
@@ -96,6 +99,10 @@ class Witness:
                 f"[batch, token, hidden] = [1, {ids_BS.shape[1]}, …] was expected; harvest reads models with a single residual stream"
             )
         return stream
+
+
+def _failing(error: BaseException) -> str:
+    return f"fails ({type(error).__name__}: {' '.join(str(error).split())})"
 
 
 class Comparison:
