@@ -22,6 +22,9 @@ from harvest.model.checkpoint import StoredTensor, find_tensors, read_now
 # With it transformers converts in the thread that asks, one tensor at a time, and not in threads of its own that run ahead.
 _ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
+# Quantised weights that transformers makes whole ones of while it loads them, each from its own tensors alone.
+_WIDENED = ("fp8", "mxfp4")
+
 _INSTEAD = "leave out --weights stream; --device-map auto spreads a model over cards, host memory and disk"
 
 
@@ -92,18 +95,33 @@ class BlockwiseDecoder:
         with _quietly_here():
             info, _ = convert_and_load_state_dict_in_model(self._model, dict(tensors), config)
         name = type(self._model).__name__
-        if info.conversion_errors:
-            if device.type == "meta":
-                # A conversion that looks at values; it is made when the block's turn comes.
-                return
-            key, reason = next(iter(info.conversion_errors.items()))
-            raise ModelError(f"model: the tensor {key} of {name} cannot be made from the checkpoint: {' '.join(str(reason).split())}")
+        reasons = {key: _reason(text) for key, text in info.conversion_errors.items()}
+        for key, reason in reasons.items():
+            if "out of memory" in reason.lower():
+                raise ModelError(f"model: {device} has no memory to make {key} of {name} beside what is there ({reason}); {_INSTEAD}")
+            # A conversion that looks at values cannot be made without any, and is when the block's turn comes.
+            if device.type != "meta" or "meta tensor" not in reason.lower():
+                raise ModelError(
+                    f"model: the tensor {key} of {name} cannot be made from the checkpoint, whose tensors for it are not all there, or not "
+                    f"of shapes that belong together ({reason}); complete its files"
+                )
+        if reasons:
+            return
         own = self._names[block]
         if wrong := sorted(entry for entry in info.mismatched_keys if entry[0] in own):
             key, given, expected = wrong[0]
-            raise ModelError(f"model: the checkpoint holds {key} of shape {list(given)}, where {name} takes {list(expected)}")
+            raise ModelError(
+                f"model: the checkpoint holds {key} of shape {list(given)}, where {name} takes {list(expected)}; complete its files, or "
+                "mend its config.json"
+            )
         if missing := sorted(info.missing_keys & own):
             raise _lacking(missing, block)
+
+
+def _reason(text: str) -> str:
+    """The error itself in transformers' words on a conversion, which begin with a whole traceback."""
+    lines = text.splitlines()
+    return next((line for line in lines[1:] if line and not line[0].isspace()), text) if text.startswith("Traceback") else text
 
 
 def _lacking(missing: Sequence[str], block: int) -> ModelError:
@@ -125,12 +143,14 @@ def blockwise_class(model_class: Any, name: str, n_layers: int, n_blocks: int, d
                 f"model: the weights of {name} are not in safetensors files, which alone are read a block at a time; {_INSTEAD}"
             )
         quantizer = load_config.hf_quantizer
-        if quantizer is not None and not getattr(quantizer.quantization_config, "dequantize", False):
-            method = getattr(quantizer.quantization_config.quant_method, "value", quantizer.quantization_config.quant_method)
-            raise ModelError(
-                f"model: the weights of {name} are quantised ({method}) and stay so while it runs, so they are loaded as a whole and not a "
-                f"block at a time; {_INSTEAD}"
-            )
+        if quantizer is not None:
+            asked = quantizer.quantization_config
+            method = getattr(asked.quant_method, "value", asked.quant_method)
+            if method not in _WIDENED or not getattr(asked, "dequantize", False):
+                raise ModelError(
+                    f"model: the weights of {name} are quantised ({method}), and are loaded as a whole here and not a block at a time; "
+                    f"{_INSTEAD}"
+                )
         load_config = replace(load_config, device_map={"": device})
         decoder = find_decoder(model, n_layers)
         blocks = list(find_blocks(decoder, n_layers))

@@ -26,10 +26,16 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -80,11 +86,13 @@ def lay_out(tensors: Iterable[StoredTensor], device: torch.device) -> tuple[list
     """Places for tensors in one buffer of `new_buffer`, in the order of the files; and the buffer's bytes.
 
     A tensor begins as it does where a whole model is loaded: on a CPU that is in the file itself, mapped into memory, and on a card in
-    memory of its own. Kernels choose their way by it, and may round otherwise: seen with mixtures of experts on a CPU.
+    memory of its own. Kernels choose their way by it, and may round otherwise: seen with mixtures of experts on a CPU. Only where its
+    place in the file does not suit its type, as other writers than safetensors' own may leave it, it begins as on a card.
     """
     slots, at = [], 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.path, tensor.start)):
-        begin = at + (tensor.start if device.type == "cpu" else 0) % _ALIGNMENT
+        is_as_mapped = device.type == "cpu" and tensor.start % tensor.dtype.itemsize == 0
+        begin = at + (tensor.start % _ALIGNMENT if is_as_mapped else 0)
         slots.append(Slot(tensor, begin))
         at = -(-(begin + tensor.n_bytes) // _ALIGNMENT) * _ALIGNMENT
     return slots, at
@@ -117,7 +125,7 @@ class OpenFiles:
                 self._descriptors[path] = os.open(path, os.O_RDONLY)
             except OSError as error:
                 self.close()
-                raise ModelError(f"model: {path} cannot be read: {error.strerror}") from error
+                raise _unreadable(path, error) from error
 
     def read(self, path: Path, start: int, into: memoryview) -> None:
         """Fill a piece of memory from byte `start` of a file. Raises ModelError where the file ends before, or the disk fails."""
@@ -126,7 +134,7 @@ class OpenFiles:
             try:
                 step = os.preadv(self._descriptors[path], [into[n_read:]], start + n_read)
             except OSError as error:
-                raise ModelError(f"model: {path} cannot be read: {error.strerror}") from error
+                raise _unreadable(path, error) from error
             if step == 0:
                 raise ModelError(f"model: {path} has become shorter while it was read; fetch it anew and run the same command again")
             n_read += step
@@ -159,16 +167,25 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             size = os.fstat(file.fileno()).st_size
             first = file.read(8)
             n_header = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-            if not 2 <= n_header <= min(_LONGEST_HEADER, size):
+            if not 2 <= n_header <= min(_LONGEST_HEADER, size - 8):
                 raise ModelError(f"model: {path}, of {size:,} bytes, is no safetensors file, or not a whole one; fetch it anew")
             header = json.loads(file.read(n_header))
+            if not isinstance(header, dict):
+                raise ValueError(f"it is a {type(header).__name__}, where an object was expected")
     except OSError as error:
-        raise ModelError(f"model: {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"model: the header of {path} cannot be read ({error}); fetch the file anew") from error
     begin = 8 + n_header
     found = {name: _entry(name, entry, path, begin) for name, entry in header.items() if name != "__metadata__"}
-    end = max((tensor.start + tensor.n_bytes for tensor in found.values()), default=begin)
+    end = begin
+    for tensor in sorted(found.values(), key=lambda tensor: (tensor.start, tensor.n_bytes)):
+        if tensor.start != end:
+            raise ModelError(
+                f"model: the header of {path} puts its tensor {tensor.name} at byte {tensor.start:,}, where the one before ends at "
+                f"{end:,}; fetch the file anew"
+            )
+        end += tensor.n_bytes
     if end != size:
         raise ModelError(
             f"model: {path} has {size:,} bytes, where its header says {end:,}; it is not whole, or was changed: fetch it anew, "
@@ -180,9 +197,18 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 def _entry(name: str, entry: Mapping[str, Any], path: Path, begin: int) -> StoredTensor:
     try:
         dtype, shape, (first, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, first, end)):
+            raise ValueError("sizes and places are whole numbers from 0")
         tensor = StoredTensor(name, path, dtype, shape, begin + first, end - first)
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"model: {path} says of its tensor {name} {entry}, which harvest cannot read") from error
+        raise ModelError(
+            f"model: {path} says of its tensor {name} {entry}, which harvest cannot read a block at a time; fetch the file anew where it "
+            f"is damaged, and else leave out --weights stream. Types that can be read: {', '.join(_DTYPES)}"
+        ) from error
     if tensor.n_bytes != math.prod(shape) * dtype.itemsize:
         raise ModelError(f"model: {path} gives {tensor.n_bytes:,} bytes to its tensor {name} of shape {list(shape)}; fetch it anew")
     return tensor
+
+
+def _unreadable(path: Path, error: OSError) -> ModelError:
+    return ModelError(f"model: {path} cannot be read: {error.strerror}; see that it is there and whole, then run the same command again")

@@ -77,6 +77,28 @@ class Restart:
             f"the forward pass ended before decoder block {block}; this model does not run its blocks in order for text alone"
         )
 
+    @torch.inference_mode()
+    def run_out(self, ids_BS: torch.Tensor, outputs: Sequence[Any]) -> None:
+        """Let a pass go on to its end after the last block, where all hand out `outputs`, and those above the last hand out what it does.
+
+        Raises StreamError where a block is called again; what else is wrong above the last block is of no account.
+        """
+        self._block, self._next, self._outputs = len(outputs), 0, outputs
+        above = _blocks_above(self._decoder)
+        for block in above:
+            block.forward = lambda *_args, **_kwargs: outputs[-1]
+        try:
+            self._decoder.module(input_ids=ids_BS, use_cache=False)
+        except StreamError:
+            raise
+        except Exception:
+            # A head or norm that cannot do with what stands in for the blocks above comes after all that is read.
+            pass
+        finally:
+            self._outputs = ()
+            for block in above:
+                del block.forward
+
     def _call(self, number: int, *args: Any, **kwargs: Any) -> Any:
         if number != self._next:
             raise StreamError(f"decoder block {number} was called out of turn; this model does not run each block once, in order")
@@ -91,6 +113,14 @@ class Restart:
 def _answer_like(output: Any) -> _Answer:
     """How a block of another batch would hand out its stream: alone, or first in a tuple or list, where nothing else is looked at."""
     if isinstance(output, (tuple, list)):
-        kind, rest = type(output), [None] * (len(output) - 1)
-        return lambda stream: kind([stream, *rest])
+        # A tuple with names takes its entries otherwise.
+        make, rest = getattr(type(output), "_make", type(output)), [None] * (len(output) - 1)
+        return lambda stream: make([stream, *rest])
     return lambda stream: stream
+
+
+def _blocks_above(decoder: LoadedDecoder) -> list[torch.nn.Module]:
+    """The blocks of a model that come after those that are read."""
+    first, n_blocks = decoder.blocks[0], len(decoder.blocks)
+    lists = (module for module in decoder.module.modules() if isinstance(module, torch.nn.ModuleList) and len(module) >= n_blocks)
+    return next((list(blocks)[n_blocks:] for blocks in lists if blocks[0] is first), [])

@@ -40,20 +40,30 @@ class Witness:
         self._stream: torch.Tensor | None = None
 
     def see(self, block: int) -> None:
-        """Run a block that is filled, and was not seen yet. Raises ModelError with what is wrong with it."""
+        """Run a block that is filled, and was not seen yet; after the last, see that none is run again.
+
+        Raises ModelError, or StreamError for an order of blocks, with what is wrong.
+        """
         whole = self._run(self._ids, block, self._outputs)
         changed, alone = (None if form is None else self._run(form[0], block, form[1]) for form in self._others)
-        self._stream = self._restart.run(self._ids, block, self._stream)
+        try:
+            self._stream = self._restart.run(self._ids, block, self._stream)
+        except UNRUNNABLE as error:
+            raise self._hands_on_more(block, _failing(error)) from error
         if not self._agrees(whole, self._stream):
-            raise ModelError(
-                f"model: decoder block {block} of {type(self._decoder.module).__name__} gives other numbers when it is given its stream "
-                "alone, so blocks hand something else on to each other; it cannot be streamed: leave out --weights stream, or take "
-                "--device-map auto"
-            )
+            raise self._hands_on_more(block, "gives other numbers")
         if changed is not None:
             self._trials.check_causal(self._decoder, whole, changed)
         if alone is not None:
             self._trials.check_padding(self._decoder, whole, alone)
+        if block + 1 == len(self._decoder.blocks):
+            self._restart.run_out(self._ids, self._outputs)
+
+    def _hands_on_more(self, block: int, what: str) -> ModelError:
+        return ModelError(
+            f"model: decoder block {block} of {type(self._decoder.module).__name__} {what} when it is given its stream alone, so blocks "
+            "hand something else on to each other; it cannot be streamed: leave out --weights stream, or take --device-map auto"
+        )
 
     def _agrees(self, whole_BSH: torch.Tensor, stream_BSH: torch.Tensor) -> bool:
         """Whether two passes of one shape gave the same: the same bits on a CPU; some kernels of a card are not repeatable to the last."""
@@ -75,6 +85,9 @@ class Witness:
         try:
             outputs.append(self._restart.run_with(ids_BS, block, outputs, seen))
         except UNRUNNABLE as error:
+            if block:
+                # The first block ran, so that is not for want of a picture: keys and values go from block to block in a dict, for one.
+                raise self._hands_on_more(block, _failing(error)) from error
             raise not_on_text(self._decoder, error) from error
         if broken:
             raise not_handed_on(self._decoder, broken[0])
@@ -86,6 +99,10 @@ class Witness:
                 f"[batch, token, hidden] = [1, {ids_BS.shape[1]}, …] was expected; harvest reads models with a single residual stream"
             )
         return stream
+
+
+def _failing(error: BaseException) -> str:
+    return f"fails ({type(error).__name__}: {' '.join(str(error).split())})"
 
 
 class Comparison:

@@ -5,6 +5,7 @@ python tests/model/sweep.py [TYPE ...]     a line for each type, and how many ar
 
 import copy
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import torch
 import transformers
+from streamed import ON_CPU, described, rows_by_block
 from tiny_configs import decoder_types, tiny_config
 
 from harvest.errors import HarvestError
@@ -23,6 +25,7 @@ from harvest.model.blocks import LoadedDecoder, cut_class, decoder_of, stream_of
 from harvest.model.capture import Capture
 from harvest.model.classes import check_architecture, config_for_class, model_class, n_decoder_layers
 from harvest.model.describe import find_chosen_keys, find_length_switches
+from harvest.model.load import load_decoder
 from harvest.model.plain import read_plain
 from harvest.model.soundness import check_stream, tried_tokens
 
@@ -35,12 +38,13 @@ COVERED, REFUSED, UNBUILT, WRONG = "covered", "refused", "not built", "wrong"
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one type. is_cut: whether a model of its first two blocks gives the same bits."""
+    """What became of one type. is_cut: whether a model of its first two blocks gives the same bits. is_streamed: so block by block."""
 
     model_type: str
     state: str
     words: str
     is_cut: bool = False
+    is_streamed: bool = False
 
     def __str__(self) -> str:
         return f"{self.model_type:28} {self.state:10} {self.words}"
@@ -106,15 +110,19 @@ def hold(model_type: str, model: Any, config: Any) -> Row:
         check_stream(loaded, prompts()[2], tried_tokens(find_chosen_keys(config.get_text_config(decoder=True))), plan.length_switches)
         rows = _capture(loaded, plan, list(range(n_layers)), hidden_size)
     except HarvestError as error:
+        is_streamed, streamed_words = _try_streamed(model, config, n_layers, hidden_size)
+        if is_streamed or streamed_words == WRONG:
+            return Row(model_type, WRONG, f"{_first_line(error)}; but streamed: {streamed_words}", is_streamed=is_streamed)
         return Row(model_type, REFUSED, _first_line(error))
     except Exception as error:
         return Row(model_type, UNBUILT, f"its forward pass fails: {_first_line(error)}")
     worst, how = _compare(loaded, rows, model)
     is_cut, cut_words = _try_cut(model, config, n_layers, rows, hidden_size)
+    is_streamed, streamed_words = _try_streamed(model, config, n_layers, hidden_size)
     norm = _final_norm(loaded)
-    state = COVERED if worst <= BOUND and cut_words != WRONG else WRONG
-    words = f"within {worst:.0e} of {how}; cut: {cut_words}; {norm or 'something else after the last block'}"
-    return Row(model_type, state, words, is_cut)
+    state = COVERED if worst <= BOUND and WRONG not in (cut_words, streamed_words) else WRONG
+    words = f"within {worst:.0e} of {how}; cut: {cut_words}; streamed: {streamed_words}; {norm or 'something else after the last block'}"
+    return Row(model_type, state, words, is_cut, is_streamed)
 
 
 def _plan(config: Any) -> Plan:
@@ -174,6 +182,21 @@ def _try_cut(model: Any, config: Any, n_layers: int, rows_LTH: torch.Tensor, hid
     return (True, "same bits") if torch.equal(rows, rows_LTH[:n_kept]) else (False, WRONG)
 
 
+def _try_streamed(model: Any, config: Any, n_layers: int, hidden_size: int) -> tuple[bool, str]:
+    """Whether the model, saved, gives the same bits a block at a time as loaded whole; or why it is refused."""
+    plan = _plan(config)
+    with tempfile.TemporaryDirectory() as place:
+        description = described(Path(place), config, n_layers, hidden_size)
+        # Blocks in several files, and files with parts of several blocks.
+        model.save_pretrained(place, max_shard_size="200KB")
+        try:
+            rows = rows_by_block(description, prompts(), plan)
+        except HarvestError as error:
+            return False, f"no ({_first_line(error)})"
+        whole = load_decoder(description, ON_CPU, torch.float32, n_layers)
+        return (True, "same bits") if torch.equal(rows, _capture(whole, plan, list(range(n_layers)), hidden_size)) else (False, WRONG)
+
+
 @torch.inference_mode()
 def _final_norm(loaded: LoadedDecoder) -> str | None:
     """Which module makes the model's last hidden state of the last block's output; None where none is found."""
@@ -227,10 +250,14 @@ def main(names: list[str]) -> int:
     alone = [name for name in alone if sweep(name, as_decoder=True).state == COVERED]
     print(f"{len(alone)} of the refused are read where their config says that the model is a decoder: {' '.join(alone)}")
     counts = {state: sum(row.state == state for row in rows) for state in (COVERED, REFUSED, UNBUILT, WRONG)}
-    print(f"transformers {transformers.__version__}: {counts}; cut with the same bits: {sum(row.is_cut for row in rows)}")
+    print(
+        f"transformers {transformers.__version__}: {counts}; cut with the same bits: {sum(row.is_cut for row in rows)}, "
+        f"streamed with the same bits: {sum(row.is_streamed for row in rows)}"
+    )
     return counts[WRONG]
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     sys.exit(main(sys.argv[1:]))
