@@ -87,7 +87,7 @@ class _Bench:
         self.files = sorted(self.folder.glob("*.safetensors"))
         write_prompts(self.prompts, _texts(options))
         # The model's digest is remembered from here on, and Python's own files are in the cache.
-        plan = self._plan()
+        plan = self._plan("resident") | {"n_windows": self._plan("stream")["n_windows"]}
         self.limit = int(options.share * plan["weight_bytes"])
         ways = [(way, cache) for way in ("stream", "offload") for cache in options.caches] + [("resident", "kept"), ("feed", "kept")]
         names = {f"{way}, cache {cache}": (way, cache) for way, cache in ways}
@@ -124,8 +124,8 @@ class _Bench:
         _result(self._child([str(_BENCH), "llama", "make", "--folder", str(self.folder), *sized]))
         say(f"made {self.folder}")
 
-    def _plan(self) -> dict[str, Any]:
-        return _result(self._child(["-m", "harvest", "plan", "--json", *self._asked(self.work / "run")]))
+    def _plan(self, weights: str) -> dict[str, Any]:
+        return _result(self._child(["-m", "harvest", "plan", "--json", *self._asked(self.work / "run"), "--weights", weights]))
 
     def _asked(self, out: Path) -> list[str]:
         """What all runs have in common: the stream after the deepest block, so that every block is computed."""
