@@ -376,6 +376,15 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[t
     return shrink
 
 
+def test_another_release_of_transformers_is_said(save_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in 5.0.
+    def convert(model: Any, state_dict: Any, load_config: Any, tp_plan: Any, dtype_plan: Any = None) -> None: ...
+
+    monkeypatch.setattr("harvest.model.blockwise.convert_and_load_state_dict_in_model", convert)
+    with pytest.raises(RequestError, match=r"loads weights in another way than 5\.24"):
+        harvest.run(asking(save_model(CONFIGS["llama"])), tmp_path / "run", harvest.Engine(weights="stream"))
+
+
 @pytest.mark.parametrize("scratch", [False, True])
 @pytest.mark.parametrize("from_block", [0, 2])
 def test_a_batch_that_does_not_fit_is_halved(

@@ -5,6 +5,7 @@ positions, norms. A block's tensors are renamed, put together, split and cast by
 the checkpoint alone.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,16 @@ class _Empty:
     def of(self) -> dict[str, Any]:
         """Those of its module, by name, among which it stands."""
         return self.module._parameters if self.name in self.module._parameters else self.module._buffers
+
+
+def loads_by_block() -> bool:
+    """Whether this release of transformers converts a part of a checkpoint as it does here; its first of version 5 asked for more."""
+    required = [
+        parameter.name
+        for parameter in inspect.signature(convert_and_load_state_dict_in_model).parameters.values()
+        if parameter.default is parameter.empty
+    ]
+    return required == ["model", "state_dict", "load_config"]
 
 
 class BlockwiseDecoder:

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import transformers
+
 from harvest.errors import ModelError, RequestError
+from harvest.model.blockwise import loads_by_block
 from harvest.model.describe import Description
 from harvest.model.device import Placement
 from harvest.model.weigh import build, free_bytes
@@ -62,6 +65,8 @@ def choose_weights(
 def _why_not(engine: Engine, placement: Placement, description: Description) -> str | None:
     if placement.device.type == "mps":
         return "the device is mps, which blocks are not streamed to"
+    if not loads_by_block():
+        return f"transformers {transformers.__version__} loads weights in another way than 5.24, with which blocks can be streamed"
     if engine.device_map != "none":
         return "device_map auto spreads the weights instead of streaming them"
     if description.source.is_tiny:
