@@ -7,16 +7,50 @@ from harvest.contract import HarvestJob
 from harvest.errors import FolderError
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, finished_job, read_job
-from harvest.output.presence import Presence
+from harvest.output.presence import Presence, live_claims
 from harvest.output.process import owner_id
 from harvest.output.record import Fingerprint
-from harvest.prepare import Prepared
+from harvest.parts import ALONE, Rank
+from harvest.prepare import Prepared, prepare
 from harvest.progress import Reporter, size
+from harvest.request import HarvestRequest
+from harvest.settings import Engine
+from harvest.stop import StopFlag
 
 
 def default_folder(root: Path, prepared: Prepared) -> Path:
     """MODEL-DIGEST below a root folder: the same for the same request, so that running it again goes on with it."""
     return root / f"{folder_stem(prepared.request.model)}-{prepared.digest[:10]}"
+
+
+def prepare_in(
+    named: RunFolder | None,
+    root: Path,
+    request: HarvestRequest,
+    engine: Engine,
+    reporter: Reporter,
+    stop: StopFlag,
+    rank: Rank = ALONE,
+    anew: bool = False,
+) -> tuple[RunFolder, Prepared]:
+    """A run's folder, its own below `root` where none is named, and the run prepared for it: as it was begun there, or anew.
+
+    Raises what `prepare` raises.
+    """
+    held = None if named is None or anew else _begun_with(named)
+    prepared = prepare(request, engine, reporter, stop, rank, held)
+    stop.check()
+    if named is not None:
+        return named, prepared
+    folder = RunFolder(default_folder(root, prepared))
+    if not anew and (held := _begun_with(folder)) not in (None, prepared.fingerprint):
+        prepared = prepare(request, engine, reporter, stop, rank, held)
+    return folder, prepared
+
+
+def _begun_with(folder: RunFolder) -> Fingerprint | None:
+    """The fingerprint of a run that is gone on with: one that has finished shards, or on which another process works."""
+    return folder.fingerprint() if folder.recorded() or live_claims(folder) else None
 
 
 def look(folder: RunFolder, prepared: Prepared, reporter: Reporter) -> HarvestJob | None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from harvest.begin import default_folder, look
+from harvest.begin import look, prepare_in
 from harvest.errors import FolderError
 from harvest.model.start_token import about_token
 from harvest.model.weigh import build, free_bytes
 from harvest.output.folder import RunFolder
 from harvest.output.space import needed_bytes
 from harvest.output.staged import open_folder
-from harvest.prepare import STREAMED_BLOCKS, Prepared, prepare
+from harvest.prepare import STREAMED_BLOCKS, Prepared
 from harvest.progress import Reporter, duration, size
 from harvest.request import HarvestRequest
 from harvest.settings import Engine
@@ -89,7 +89,7 @@ class Forecast:
             ("stored", f"{size(self.rows_bytes)} as {self.store_dtype}; with codec {self.codec} at most {size(self.most_bytes)} to write"),
             ("disk", f"{size(self.free_bytes)} free"),
             ("weights", f"{size(self.weight_bytes)} as {self.compute_dtype} on {self.device}, {size(self.device_free_bytes)} free there"),
-            *([("streamed", self._streamed())] if self.streamed else []),
+            *([("streamed", f"{size(self.weight_read_bytes)} of weights to read, each block once a window")] if self.streamed else []),
             ("host memory", f"{size(self.buffer_bytes)} for captured rows{' and waiting streams' if self.streamed else ''}"),
             *([("scratch", size(self.scratch_bytes))] if self.scratch_bytes else []),
             ("time", time),
@@ -97,20 +97,16 @@ class Forecast:
         ]
         return "\n".join(f"{name:12} {value}" for name, value in rows)
 
-    def _streamed(self) -> str:
-        return f"{size(self.weight_read_bytes)} of weights to read, each block once a window"
-
 
 def forecast(
     request: HarvestRequest, out: str | Path | None, engine: Engine, reporter: Reporter, stop: StopFlag, root: str | Path = "runs"
 ) -> Forecast:
     """What a run would take, in `out` or in its own folder below `root`. Raises what a run raises before it begins."""
     named = None if out is None else open_folder(out)
-    held = named.fingerprint() if named is not None and named.recorded() else None
-    prepared = prepare(request, engine, reporter, stop, held=held)
-    folder = named or RunFolder(default_folder(Path(root), prepared))
+    folder, prepared = prepare_in(named, Path(root), request, engine, reporter, stop)
     plan, layout, lengths = prepared.plan, prepared.layout, prepared.plan.lengths
-    batches = [batch for window in plan.windows for batch in plan.batches(window)]
+    by_window = [plan.batches(window) for window in plan.windows]
+    batches = [batch for window in by_window for batch in window]
     done = folder.recorded()
     unwritten = [shard for shard in plan.shards if shard.index not in done]
     on_disk = needed_bytes(layout, unwritten, prepared.reserved_tokens, folder.most_shards)
@@ -122,10 +118,13 @@ def forecast(
         # One block computes while the next is there, or is put together from its files.
         largest = max(weighed.blocks[:n_blocks]) * getattr(torch, prepared.settings.compute_dtype).itemsize
         weights = weighed.n_bytes(0, prepared.settings.compute_dtype) + min(STREAMED_BLOCKS, n_blocks) * largest
-        windows = [window for window in plan.windows if any(piece.shard.index not in done for piece in window.pieces)]
-        n_read = len(windows) * sum(weighed.blocks[:n_blocks]) * getattr(torch, prepared.description.dtype).itemsize
+        n_read = (
+            sum(window.is_left(done) for window in plan.windows)
+            * sum(weighed.blocks[:n_blocks])
+            * getattr(torch, prepared.description.dtype).itemsize
+        )
     device_free = free_bytes(prepared.placement)
-    in_memory, in_scratch = kept_bytes(prepared, plan.windows)
+    in_memory, in_scratch = kept_bytes(prepared, by_window)
     seconds = estimate_s(prepared)
     start = about_token(prepared.description.tokenizer, prepared.tokens.start_token_id)
     return Forecast(
@@ -179,7 +178,8 @@ def _problems(
         found.append(f"the run puts {size(scratch)} into {room.scratch}, which has {size(shutil.disk_usage(room.scratch).free)} free")
     if room is not None and weights > device_free:
         found.append(
-            f"two blocks and what stands beside them take {size(weights)} on {prepared.settings.device}, which has {size(device_free)} free"
+            f"the blocks that are there at once, and what stands beside them, take {size(weights)} on {prepared.settings.device}, "
+            f"which has {size(device_free)} free"
         )
     elif weights > device_free and prepared.settings.device_map == "none":
         found.append(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from harvest.asked import note_asked
-from harvest.begin import begin, check_kind, default_folder, empty, look
+from harvest.begin import begin, check_kind, empty, look, prepare_in
 from harvest.contract import HarvestJob
 from harvest.decoder import load, load_streamed
 from harvest.errors import CancelledError, FolderError, HarvestError, RequestError, RequeuedError, StorageError
@@ -20,12 +20,11 @@ from harvest.model.blockwise import BlockwiseDecoder
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, read_job, with_fresh_links
 from harvest.output.presence import Presence, check_free, live_claims
-from harvest.output.record import Fingerprint
 from harvest.output.space import check_space, needed_bytes
 from harvest.output.staged import open_folder
 from harvest.output.writers import Writers
 from harvest.parts import WHOLE, Part, find_rank
-from harvest.prepare import Prepared, prepare
+from harvest.prepare import Prepared
 from harvest.progress import Counted, Reporter, Silent, duration
 from harvest.request import HarvestRequest
 from harvest.settings import Engine
@@ -68,12 +67,7 @@ def run(
     if overwrite and not share.is_whole:
         raise RequestError(f"overwrite: {share} would remove what the others write; start anew in one process, or remove the folder first")
     named = None if out is None else open_folder(out, stop=stop)
-    held = None if named is None or overwrite else _begun_with(named)
-    prepared = prepare(request, engine, reporter, stop, rank, held)
-    stop.check()
-    folder = named or RunFolder(default_folder(Path(root), prepared))
-    if named is None and not overwrite and (held := _begun_with(folder)) not in (None, prepared.fingerprint):
-        prepared = prepare(request, engine, reporter, stop, rank, held)
+    folder, prepared = prepare_in(named, Path(root), request, engine, reporter, stop, rank, overwrite)
     reporter.note(f"run folder: {folder.name}" if share.is_whole else f"run folder: {folder.name}, {share}")
     check_free(folder, share)
     if overwrite and folder.exists:
@@ -100,11 +94,6 @@ def run(
                 return with_fresh_links(folder, make_whole(folder, prepared, engine, job, clock), reporter.note)
             say_missing(missing, share, presence, prepared, reporter)
     return read_job(folder) or job.job
-
-
-def _begun_with(folder: RunFolder) -> Fingerprint | None:
-    """The fingerprint of a run that is gone on with: one that has finished shards, or on which another process works."""
-    return folder.fingerprint() if folder.recorded() or live_claims(folder) else None
 
 
 @contextmanager
@@ -158,7 +147,7 @@ def _carry_out(
     if done:
         reporter.note(f"{len(done)} of {len(shards)} shards are {folder.where} already")
     job.start()
-    todo = [window for unit in units for window in unit if any(piece.shard.index not in done for piece in window.pieces)]
+    todo = [window for unit in units for window in unit if window.is_left(done)]
     with folder.carrying(done, stop, reporter.note):
         if todo:
             if space_check:

@@ -114,8 +114,7 @@ def prepare(
         about["directions"] = f"sha256:{hashlib.sha256(directions_DH.tobytes()).hexdigest()}"
         layout = ShardLayout("projections", tuple(layers), len(directions_DH), settings.store_dtype, settings.codec, about)
     room = find_room(engine, rank) if settings.weights == "stream" else None
-    if room is not None or engine.window_tokens is not None or (held or {}).get("window_tokens"):
-        settings = replace(settings, window_tokens=_window_tokens(engine, description, settings, layout, tokens, room, held, reporter))
+    settings = replace(settings, window_tokens=_window_tokens(engine, description, settings, layout, tokens, room, held or {}, reporter))
     plan = make_plan(
         tokens.lengths,
         request.shard_size,
@@ -170,7 +169,7 @@ def _window_tokens(
     layout: ShardLayout,
     tokens: Tokens,
     room: Room | None,
-    held: Fingerprint | None,
+    held: Fingerprint,
     reporter: Reporter,
 ) -> int | None:
     """The most tokens of a window, where they are given or blocks are streamed; None for what follows from the other settings."""
@@ -178,7 +177,7 @@ def _window_tokens(
         return engine.window_tokens
     if room is None:
         # Begun where its blocks were streamed.
-        return (held or {}).get("window_tokens")
+        return held.get("window_tokens")
     state_bytes = description.hidden_size * getattr(torch, settings.compute_dtype).itemsize
     chosen = room.window_tokens(layout.token_bytes, state_bytes, len(tokens.ids))
     begun_with: int | None = held.get("window_tokens") if held else chosen

@@ -46,15 +46,18 @@ def make_buffers(prepared: Prepared, windows: Sequence[Window]) -> WindowBuffers
     return WindowBuffers(windows, prepared.layout, _window_bytes(prepared), _rows_folder(prepared, windows))
 
 
-def kept_bytes(prepared: Prepared, windows: Sequence[Window]) -> tuple[int, int]:
-    """The most bytes that rows and waiting streams of windows take at once: in host memory, and in the scratch folder."""
-    rows, streams = _row_bytes(prepared, windows), 0
+def kept_bytes(prepared: Prepared, batches: Iterable[Sequence[list[int]]]) -> tuple[int, int]:
+    """The most bytes that rows and waiting streams take at once: in host memory, and in the scratch folder.
+
+    batches: those of each window of the run.
+    """
+    windows, lengths = prepared.plan.windows, prepared.plan.lengths
+    rows = _row_bytes(prepared, windows)
     if prepared.room is None:
         return rows, 0
-    for window in windows:
-        shapes = [(len(batch), int(prepared.plan.lengths[batch].max())) for batch in prepared.plan.batches(window)]
-        streams = max(streams, _stream_bytes(prepared, shapes))
-    rows_in_memory = 0 if _rows_folder(prepared, windows) is not None else rows
+    shapes = ([(len(batch), int(lengths[batch].max())) for batch in window] for window in batches)
+    streams = max(_stream_bytes(prepared, window) for window in shapes)
+    rows_in_memory = _rows_in_memory(prepared, windows)
     in_memory = rows_in_memory + (streams if prepared.room.fits_memory(rows_in_memory, streams) else 0)
     return in_memory, rows + streams - in_memory
 
@@ -66,6 +69,10 @@ def _window_bytes(prepared: Prepared) -> int | None:
 def _rows_folder(prepared: Prepared, windows: Sequence[Window]) -> Path | None:
     room = prepared.room
     return None if room is None or room.fits_memory(_row_bytes(prepared, windows)) else room.scratch
+
+
+def _rows_in_memory(prepared: Prepared, windows: Sequence[Window]) -> int:
+    return _row_bytes(prepared, windows) if _rows_folder(prepared, windows) is None else 0
 
 
 def _row_bytes(prepared: Prepared, windows: Sequence[Window]) -> int:
@@ -130,7 +137,7 @@ class StreamReader:
         self._to_check = batches_to_check(prepared) if prepared.check_values else []
         allowed = allowed_error(prepared)
         self._comparisons = [Comparison(self._restart, batch, self._store_dtype, allowed, self._device) for batch in self._to_check]
-        self._row_bytes = 0 if _rows_folder(prepared, windows) is not None else _row_bytes(prepared, windows)
+        self._rows_in_memory = _rows_in_memory(prepared, windows)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -171,7 +178,7 @@ class StreamReader:
         shapes = [(batch.ids_BS.shape[0], batch.ids_BS.shape[1]) for batch in batches]
         n_bytes = _stream_bytes(self._prepared, shapes)
         room = self._prepared.room
-        if room is not None and room.scratch is not None and not room.fits_memory(self._row_bytes, n_bytes):
+        if room is not None and room.scratch is not None and not room.fits_memory(self._rows_in_memory, n_bytes):
             return InFile(room.scratch, [(*shape, self._prepared.description.hidden_size) for shape in shapes], self._dtype, self._device)
         if self._device.type != "cuda" or n_bytes <= _STAYS * torch.cuda.mem_get_info(self._device)[0]:
             return OnDevice()

@@ -319,11 +319,16 @@ def test_auto_streams_where_the_weights_have_no_room(save_model: Any, tmp_path: 
 
 def test_without_out_a_streamed_run_is_found_again(save_model: Any, tmp_path: Path) -> None:
     request, engine = asking(save_model(CONFIGS["llama"]), shard_size=1), harvest.Engine(**STREAM, window_bytes=60_000)
-    harvest.run(request, root=tmp_path, engine=engine, part=Part(0, 2))
-    notes = Notes()
-    job = harvest.run(request, root=tmp_path, engine=engine, part=Part(1, 2), reporter=notes)
+    root = tmp_path / "runs"
+    first = forecast(request, None, engine, Silent(), StopFlag(), root)
+    harvest.run(request, root=root, engine=engine, part=Part(0, 2))
+    # With more room windows would be larger; the run keeps those that it was begun with, and a plan says so too.
+    roomier = engine.model_copy(update={"scratch": str(tmp_path)})
+    ahead = forecast(request, None, roomier, Silent(), StopFlag(), root)
+    assert (ahead.n_windows, ahead.problems, 0 < ahead.n_shards_done < len(TEXTS)) == (first.n_windows, [], True)
+    job = harvest.run(request, root=root, engine=roomier, part=Part(1, 2))
     assert job.status == "done"
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(root.iterdir())) == 1
 
 
 @pytest.mark.parametrize(

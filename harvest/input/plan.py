@@ -9,7 +9,7 @@ A plan is a pure function of the token lengths and the settings. It depends neit
 resumed run, and a run split over several processes, form the very same batches and write the very same bytes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +72,10 @@ class Window:
     @property
     def n_tokens(self) -> int:
         return sum(piece.n_tokens for piece in self.pieces)
+
+    def is_left(self, done: Container[int]) -> bool:
+        """Whether it adds to a shard whose number is not among those that are done."""
+        return any(piece.shard.index not in done for piece in self.pieces)
 
 
 @dataclass(frozen=True)
