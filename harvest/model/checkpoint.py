@@ -114,6 +114,14 @@ def new_buffer(n_bytes: int, device: torch.device) -> torch.Tensor:
     return memory[skipped : skipped + n_bytes]
 
 
+def read_into(descriptor: int, start: int, into: memoryview) -> int:
+    """Fill a piece of memory from byte `start` of an open file; answers how many bytes there were. Raises OSError."""
+    n_read = 0
+    while n_read < len(into) and (step := os.preadv(descriptor, [into[n_read:]], start + n_read)):
+        n_read += step
+    return n_read
+
+
 class OpenFiles:
     """Files held open for reading at any place, from several threads. A context manager."""
 
@@ -129,15 +137,12 @@ class OpenFiles:
 
     def read(self, path: Path, start: int, into: memoryview) -> None:
         """Fill a piece of memory from byte `start` of a file. Raises ModelError where the file ends before, or the disk fails."""
-        n_read = 0
-        while n_read < len(into):
-            try:
-                step = os.preadv(self._descriptors[path], [into[n_read:]], start + n_read)
-            except OSError as error:
-                raise _unreadable(path, error) from error
-            if step == 0:
-                raise ModelError(f"model: {path} has become shorter while it was read; fetch it anew and run the same command again")
-            n_read += step
+        try:
+            n_read = read_into(self._descriptors[path], start, into)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if n_read < len(into):
+            raise ModelError(f"model: {path} has become shorter while it was read; fetch it anew and run the same command again")
 
     def close(self) -> None:
         """Close the files."""

@@ -41,13 +41,18 @@ def check_values(
         errors: dict[int, float] = {}
 
         def compare(position: int, plain_TH: torch.Tensor, ours_LTH: torch.Tensor = ours_LTH, errors: dict[int, float] = errors) -> None:
-            errors[position] = float(((ours_LTH[position] - plain_TH).norm(dim=1) / plain_TH.norm(dim=1)).mean())
+            errors[position] = mean_error(ours_LTH[position], plain_TH)
 
         read_plain(decoder, torch.from_numpy(ids), layers, compare)
         for position, error in errors.items():
             worst = max(worst, check_error(error, allowed, layers[position], number, len(ids)))
         start += len(ids)
     return worst
+
+
+def mean_error(ours_TH: torch.Tensor, plain_TH: torch.Tensor) -> float:
+    """How far tokens' streams are from those read plainly, relative to their norms, on average."""
+    return float(((ours_TH - plain_TH).norm(dim=1) / plain_TH.norm(dim=1)).mean())
 
 
 def check_error(error: float, allowed: float, layer: int, number: int, n_tokens: int) -> float:

@@ -158,13 +158,9 @@ def _trace(decoder: LoadedDecoder, ids: npt.NDArray[np.int32]) -> torch.Tensor:
         raise ModelError(
             f"model: {name} calls its {n_layers} decoder blocks as {shown or 'none at all'}; harvest needs each once, in order"
         )
-    expected = (1, len(ids))
-    if not streams or streams[-1].dim() != 3 or streams[-1].shape[:2] != expected:
-        found = list(streams[-1].shape) if streams else "no tensor"
-        raise ModelError(
-            f"model: the decoder blocks of {name} hand out {found}, where one stream of shape [batch, token, hidden] = [1, {len(ids)}, …] "
-            "was expected; harvest reads models with a single residual stream"
-        )
+    last = streams[-1] if streams else None
+    if last is None or not is_single_stream(last, len(ids)):
+        raise not_single_stream(f"the decoder blocks of {name} hand out", last, len(ids))
     if broken:
         raise not_handed_on(decoder, broken[0])
     return streams[-1]
@@ -176,6 +172,20 @@ def not_on_text(decoder: LoadedDecoder, error: BaseException) -> ModelError:
     return ModelError(
         f"model: {type(decoder.module).__name__} cannot be run on token ids alone ({type(error).__name__}: {reason}); "
         "harvest reads models that take text and nothing else"
+    )
+
+
+def is_single_stream(stream: Any, n_tokens: int) -> bool:
+    """Whether what a block hands out is one stream of a prompt of so many tokens."""
+    return isinstance(stream, torch.Tensor) and stream.dim() == 3 and stream.shape[:2] == (1, n_tokens)
+
+
+def not_single_stream(who: str, stream: Any, n_tokens: int) -> ModelError:
+    """What to say of what is not. who: a block or several, with their verb."""
+    found = list(stream.shape) if isinstance(stream, torch.Tensor) else "no tensor"
+    return ModelError(
+        f"model: {who} {found}, where one stream of shape [batch, token, hidden] = [1, {n_tokens}, …] was expected; harvest reads models "
+        "with a single residual stream"
     )
 
 

@@ -4,6 +4,7 @@ A file is read one batch ahead and written behind, in two threads, and what was 
 wanted again only a whole block later.
 """
 
+import errno
 import os
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from harvest.model.checkpoint import memory_of
+from harvest.model.checkpoint import memory_of, read_into
 from harvest.scratch import drop_from_cache, make_scratch_file, scratch_failing
 
 # Batches that may be on their way to their place at once.
@@ -192,10 +193,10 @@ class InFile(_Moved):
     def _load(self, number: int) -> torch.Tensor:
         at, shape = self._places[number]
         host = torch.empty(shape, dtype=self._dtype, pin_memory=self._is_cuda)
-        memory, n_read = _bytes_of(host), 0
+        memory = _bytes_of(host)
         with scratch_failing():
-            while n_read < len(memory):
-                n_read += os.preadv(self._file.fileno(), [memory[n_read:]], at + n_read)
+            if read_into(self._file.fileno(), at, memory) < len(memory):
+                raise OSError(errno.EIO, "a scratch file ends before what was written to it")
         return host
 
     def _keep(self, number: int, host: torch.Tensor) -> None:

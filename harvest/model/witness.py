@@ -15,9 +15,19 @@ import torch
 from harvest.errors import ModelError
 from harvest.model.blocks import LoadedDecoder, stream_of
 from harvest.model.capture import pad, take_rows
-from harvest.model.plain import check_error
+from harvest.model.plain import check_error, mean_error
 from harvest.model.restart import Restart
-from harvest.model.soundness import CAUSAL_BOUND, TRIED_TOKENS, UNRUNNABLE, make_trials, not_handed_on, not_on_text, same_stream
+from harvest.model.soundness import (
+    CAUSAL_BOUND,
+    TRIED_TOKENS,
+    UNRUNNABLE,
+    is_single_stream,
+    make_trials,
+    not_handed_on,
+    not_on_text,
+    not_single_stream,
+    same_stream,
+)
 
 
 class Witness:
@@ -34,9 +44,9 @@ class Witness:
         """The prompt to try, and how far; see `make_trials`."""
         self._decoder, self._restart = decoder, restart
         self._trials = make_trials(ids, max_tokens, length_switches)
-        self._ids, self._outputs = self._form(self._trials.whole), list[Any]()
+        self._ids, self._outputs = pad([self._trials.whole], decoder.device)[0], list[Any]()
         others = (self._trials.changed, self._trials.alone)
-        self._others = [None if ids is None else (self._form(ids), list[Any]()) for ids in others]
+        self._others = [None if ids is None else (pad([ids], decoder.device)[0], list[Any]()) for ids in others]
         self._stream: torch.Tensor | None = None
 
     def see(self, block: int) -> None:
@@ -72,9 +82,6 @@ class Witness:
         error = float(((whole_BSH - stream_BSH).float().norm(dim=-1) / whole_BSH.float().norm(dim=-1)).max())
         return self._decoder.device.type != "cpu" and error <= CAUSAL_BOUND
 
-    def _form(self, ids: npt.NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(ids.astype(np.int64))[None].to(self._decoder.device)
-
     def _run(self, ids_BS: torch.Tensor, block: int, outputs: list[Any]) -> torch.Tensor:
         broken: list[int] = []
 
@@ -91,13 +98,9 @@ class Witness:
             raise not_on_text(self._decoder, error) from error
         if broken:
             raise not_handed_on(self._decoder, broken[0])
-        stream = stream_of(outputs[-1])
-        if not isinstance(stream, torch.Tensor) or stream.dim() != 3 or stream.shape[:2] != ids_BS.shape:
-            found = list(stream.shape) if isinstance(stream, torch.Tensor) else type(stream).__name__
-            raise ModelError(
-                f"model: decoder block {block} of {type(self._decoder.module).__name__} hands out {found}, where one stream of shape "
-                f"[batch, token, hidden] = [1, {ids_BS.shape[1]}, …] was expected; harvest reads models with a single residual stream"
-            )
+        stream: torch.Tensor = stream_of(outputs[-1])
+        if not is_single_stream(stream, ids_BS.shape[1]):
+            raise not_single_stream(f"decoder block {block} of {type(self._decoder.module).__name__} hands out", stream, ids_BS.shape[1])
         return stream
 
 
@@ -119,7 +122,7 @@ class Comparison:
         """prompts: the token ids of a batch, each int32 [token]. allowed: see `plain.tolerance`."""
         self._restart, self._prompts, self._store_dtype, self._allowed = restart, prompts, store_dtype, allowed
         self._ids_BS, self._real_T = pad(prompts, device)
-        self._alone_ids = [torch.from_numpy(ids.astype(np.int64))[None].to(device) for ids in prompts]
+        self._alone_ids = [pad([ids], device)[0] for ids in prompts]
         self._together: torch.Tensor | None = None
         self._alone: list[torch.Tensor | None] = [None for _ in prompts]
         self.worst = 0.0
@@ -133,7 +136,6 @@ class Comparison:
         rows_TH, start = take_rows(self._together, self._real_T, None).to(self._store_dtype).cpu().double(), 0
         for number, (ids, stream) in enumerate(zip(self._prompts, self._alone, strict=True)):
             assert stream is not None
-            alone_TH = stream[0].cpu().double()
-            error = float(((rows_TH[start : start + len(ids)] - alone_TH).norm(dim=1) / alone_TH.norm(dim=1)).mean())
+            error = mean_error(rows_TH[start : start + len(ids)], stream[0].cpu().double())
             self.worst = max(self.worst, check_error(error, self._allowed, block, number, len(ids)))
             start += len(ids)

@@ -3,15 +3,13 @@
 import ctypes
 import mmap
 import os
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+from watch import Looking
 
 _EVERY_S = 0.05
 
@@ -58,7 +56,7 @@ def _cached_pages(path: Path) -> npt.NDArray[np.uint8]:
     return pages & np.uint8(1)
 
 
-class Short:
+class Short(Looking):
     """Keeps files from taking more than so many bytes of the cache, until the end of the context, as a machine with less memory would.
 
     Looked at every 50 ms; then what has longest taken in nothing new is dropped first, a whole file at a time. What a process has mapped
@@ -66,25 +64,12 @@ class Short:
     """
 
     def __init__(self, paths: Sequence[Path], most_bytes: int) -> None:
+        super().__init__(_EVERY_S)
         self._most_pages = most_bytes // mmap.PAGESIZE
         self._pages = dict.fromkeys(paths, 0)
         self._grown_at = dict.fromkeys(paths, 0.0)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _keep(self) -> None:
-        while not self._ended.wait(_EVERY_S):
-            self.look()
-
-    def look(self) -> None:
+    def look(self) -> bool:
         """Count, and drop what is too much."""
         for path, before in self._pages.items():
             self._pages[path] = int(_cached_pages(path).sum())
@@ -92,6 +77,7 @@ class Short:
                 self._grown_at[path] = time.monotonic()
         for path in sorted(self._pages, key=self._grown_at.__getitem__):
             if sum(self._pages.values()) <= self._most_pages:
-                return
+                break
             drop([path])
             self._pages[path] = int(_cached_pages(path).sum())
+        return True
