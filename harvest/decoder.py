@@ -9,6 +9,7 @@ import torch
 from harvest.errors import HarvestError
 from harvest.model.blocks import LoadedDecoder
 from harvest.model.blockwise import BlockwiseDecoder
+from harvest.model.device import is_failure, is_out_of_memory
 from harvest.model.load import load_blockwise, load_decoder
 from harvest.model.plain import tolerance
 from harvest.model.soundness import check_stream, tried_tokens
@@ -29,10 +30,12 @@ def load(prepared: Prepared, reporter: Reporter) -> LoadedDecoder:
         check_stream(decoder, ids, n_tried, switches)
     except HarvestError:
         raise
-    except Exception:
-        # A model that asks for a block above the cut is read whole, and must show there what it does with its blocks.
-        if not decoder.is_cut:
+    except Exception as error:
+        # A model that asks for a block above the cut is read whole, and must show there what it does with its blocks. A device without
+        # memory for the cut model has none for the whole one.
+        if not decoder.is_cut or is_out_of_memory(error) or is_failure(error):
             raise
+        del error
         decoder = load_decoder(prepared.description, prepared.placement, dtype, n_blocks, attention, allow_cut=False)
         check_stream(decoder, ids, n_tried, switches)
     if prepared.placement.limits is not None:

@@ -7,6 +7,7 @@
     │   └── FolderError          2   the run folder holds something else
     ├── StreamError              1   the model did not hand out the stream as expected
     │   └── ValueRangeError      1   a value that the stored type cannot hold
+    ├── DeviceError              1   the device has no memory left, or failed
     ├── StorageError             1   a file could not be written
     ├── DownloadError            1   a file could not be fetched by its link
     ├── CompareError             2   two runs that cannot be compared
@@ -49,6 +50,10 @@ class StreamError(HarvestError):
 
 class ValueRangeError(StreamError):
     """The stream holds a value that the stored type cannot hold."""
+
+
+class DeviceError(HarvestError):
+    """The device has no memory left, or failed. What was published before stays."""
 
 
 class StorageError(HarvestError):

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -142,7 +142,7 @@ def _write_manifest(
         "versions": versions(),
         "model": _about_model(description),
         "device": _device_name(prepared.settings.device),
-        "engine": asdict(prepared.settings),
+        "engine": prepared.settings.to_dict(),
         "start_token": about_token(description.tokenizer, tokens.start_token_id),
         "storage": layout.storage(),
         "checksums": {folder.shard_key(record.shard): f"sha256:{record.sha256}" for record in published}

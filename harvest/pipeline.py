@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,12 +16,13 @@ from harvest.finish import Clock, make_whole, missing_shards, say_missing
 from harvest.input.plan import Window
 from harvest.model.blocks import LoadedDecoder
 from harvest.model.blockwise import BlockwiseDecoder
+from harvest.model.device import naming_failures
 from harvest.output.folder import RunFolder
 from harvest.output.job import JobFile, read_job, with_fresh_links
 from harvest.output.presence import Presence, check_free, live_claims
 from harvest.output.space import check_space, needed_bytes
 from harvest.output.staged import open_folder
-from harvest.output.writers import Writers
+from harvest.output.writers import WindowBuffer, Writers
 from harvest.parts import WHOLE, Part, find_rank
 from harvest.prepare import Prepared
 from harvest.progress import Counted, Reporter, Silent, duration
@@ -31,7 +31,10 @@ from harvest.settings import Engine
 from harvest.speed import estimate_s, remember
 from harvest.stop import GOES_ON, StopFlag
 from harvest.stream import StreamReader, make_buffers
-from harvest.window import WindowReader
+from harvest.window import OnRead, WindowReader, read_windows
+
+# What to do about a model that leaves too little room on the device, by whether its blocks are streamed already.
+_SMALLER = {False: "pass --weights stream or --device-map auto for a model that is too large for it", True: "use a larger device"}
 
 
 def run(
@@ -181,19 +184,21 @@ def _compute(
     """Load the model and run windows. n_tokens: of all windows of this process, those too whose shards are there already."""
     started = time.monotonic()
     device = torch.device(prepared.settings.device)
-    if device.type == "cuda":
-        # Kernels that are compiled under way are launched on the current card, whichever their tensors are on.
-        torch.cuda.set_device(device)
-    decoder = load_streamed(prepared, reporter, stop) if prepared.settings.weights == "stream" else load(prepared, reporter)
-    clock.load_s = time.monotonic() - started
-    stop.check()
-    if isinstance(decoder, BlockwiseDecoder) and (seconds := estimate_s(prepared)) is not None:
-        reporter.note(f"about {duration(seconds)} for the whole run, by the last of its kind on this machine")
-    reporter.begin(n_tokens, n_tokens - sum(window.n_tokens for window in todo))
-    try:
-        _run_windows(folder, prepared, decoder, todo, done, clock, reporter, stop)
-    finally:
-        reporter.end()
+    streams = prepared.settings.weights == "stream"
+    with naming_failures(device, f"Lower --batch-tokens or --window-bytes, {_SMALLER[streams]}, or free memory there"):
+        if device.type == "cuda":
+            # Kernels that are compiled under way are launched on the current card, whichever card their tensors are on.
+            torch.cuda.set_device(device)
+        decoder = load_streamed(prepared, reporter, stop) if streams else load(prepared, reporter)
+        clock.load_s = time.monotonic() - started
+        stop.check()
+        if isinstance(decoder, BlockwiseDecoder) and (seconds := estimate_s(prepared)) is not None:
+            reporter.note(f"about {duration(seconds)} for the whole run, by the last of its kind on this machine")
+        reporter.begin(n_tokens, n_tokens - sum(window.n_tokens for window in todo))
+        try:
+            _run_windows(folder, prepared, decoder, todo, done, clock, reporter, stop)
+        finally:
+            reporter.end()
     read_s = clock.forward_s - clock.starved_s + clock.wait_s
     remember(prepared, sum(window.n_tokens for window in todo), clock.load_s, read_s, clock.weights_s / len(todo))
 
@@ -222,39 +227,46 @@ def _run_windows(
     reporter: Reporter,
     stop: StopFlag,
 ) -> None:
-    """Read windows, and write their shards beside the next window's forward passes."""
-    layout = prepared.layout
+    """Read windows, and write their shards beside the next windows' forward passes."""
     buffers = make_buffers(prepared, todo)
+    if buffers.is_pinned is False and prepared.settings.device.startswith("cuda") and prepared.room is None:
+        reporter.note("warning: no memory could be pinned for the captured rows, so copies from the card are slower. See `ulimit -l`")
+
+    def check() -> None:
+        stop.check()
+        writers.check()
+
+    def waited(seconds: float) -> None:
+        clock.wait_s += seconds
+        reporter.waited(seconds)
+
+    def submit(window: Window, buffer: WindowBuffer, lowered: int | None) -> None:
+        writers.submit(window, buffer, done.__contains__, lowered)
+
     with (
-        _reader(prepared, decoder, todo, reporter, stop) as reader,
-        Writers(folder, layout, prepared.tokens, prepared.fingerprint, reporter.wrote) as writers,
+        Writers(folder, prepared.layout, prepared.tokens, prepared.fingerprint, reporter.wrote) as writers,
+        _reader(prepared, decoder, todo, reporter, stop, submit) as reader,
     ):
-        asked = time.monotonic()
-        for window in todo:
-            buffer = buffers.acquire(window.n_tokens, partial(_check, stop, writers))
-            started = time.monotonic()
-            lowered = reader.read(window, buffer)
-            writers.submit(window, buffer, done.__contains__, lowered)
-            clock.wait_s += started - asked
-            reporter.waited(started - asked)
-            asked = time.monotonic()
-            clock.forward_s += asked - started
+        started = time.monotonic()
+        read_windows(reader, buffers, todo, check, waited)
+        ended = time.monotonic()
+        clock.forward_s = ended - started - clock.wait_s
         if isinstance(reader, StreamReader):
             clock.weights_s, clock.starved_s = reader.feed.read_s, reader.feed.wait_s
     # What was left to be written when the last window was read.
-    clock.wait_s += time.monotonic() - asked
+    clock.wait_s += time.monotonic() - ended
     clock.save_s = writers.busy_s
 
 
-def _check(stop: StopFlag, writers: Writers) -> None:
-    stop.check()
-    writers.check()
-
-
 def _reader(
-    prepared: Prepared, decoder: LoadedDecoder | BlockwiseDecoder, todo: Sequence[Window], reporter: Reporter, stop: StopFlag
+    prepared: Prepared,
+    decoder: LoadedDecoder | BlockwiseDecoder,
+    todo: Sequence[Window],
+    reporter: Reporter,
+    stop: StopFlag,
+    on_read: OnRead,
 ) -> WindowReader | StreamReader:
-    """What reads windows: through a model that is loaded, or one whose blocks are streamed."""
+    """Return what reads windows: through a model that is loaded, or one whose blocks are streamed."""
     if isinstance(decoder, BlockwiseDecoder):
-        return StreamReader(prepared, decoder, todo, reporter, stop)
-    return WindowReader(prepared, decoder, reporter, stop)
+        return StreamReader(prepared, decoder, todo, reporter, stop, on_read)
+    return WindowReader(prepared, decoder, reporter, stop, on_read)

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,9 @@ import torch
 
 from harvest.asked import digest_prompts
 from harvest.errors import RequestError
-from harvest.input.plan import Plan, make_plan
+from harvest.input.plan import CardCosts, Plan, make_plan
 from harvest.input.tokens import Tokens, tokenize
-from harvest.model.budget import auto_batch_tokens
+from harvest.model.budget import attention_kind, auto_batch_tokens, auto_window_bytes, card_costs
 from harvest.model.describe import Description, describe, max_context
 from harvest.model.device import Placement, place, resolve_device
 from harvest.model.sources import find_model
@@ -35,7 +35,10 @@ STREAMED_BLOCKS = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """The engine's settings with nothing left open. Dtypes by name; context_length None: no prompt is cut."""
+    """The engine's settings with nothing left open. Dtypes by name; context_length None: no prompt is cut.
+
+    device: with its index, if it is a card. card: what passes cost there; None without one.
+    """
 
     device: str
     compute_dtype: str
@@ -48,6 +51,11 @@ class Settings:
     device_map: str
     weights: Literal["resident", "stream"] = "resident"
     window_tokens: int | None = None
+    card: CardCosts | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values. Without a card there is no such key, as in runs of versions that knew none."""
+        return {name: value for name, value in asdict(self).items() if name != "card" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ def prepare(
     else:
         about["directions"] = f"sha256:{hashlib.sha256(directions_DH.tobytes()).hexdigest()}"
         layout = ShardLayout("projections", tuple(layers), len(directions_DH), settings.store_dtype, settings.codec, about)
-    room = find_room(engine, rank) if settings.weights == "stream" else None
+    room = find_room(engine, rank, device) if settings.weights == "stream" else None
     settings = replace(settings, window_tokens=_window_tokens(engine, description, settings, layout, tokens, room, held or {}, reporter))
     plan = make_plan(
         tokens.lengths,
@@ -124,6 +132,7 @@ def prepare(
         description.length_switches,
         description.n_chosen_keys,
         settings.window_tokens,
+        settings.card,
     )
     fingerprint = {
         **request.model_dump(exclude={"prompts", "layers", "project_onto"}),
@@ -159,7 +168,7 @@ def prepare(
 def _of_settings(settings: Settings) -> Fingerprint:
     """The settings that change bytes."""
     windows = "window_tokens" if settings.window_tokens is None else "window_bytes"
-    return {name: value for name, value in asdict(settings).items() if name not in ("device_map", "weights", windows)}
+    return {name: value for name, value in settings.to_dict().items() if name not in ("device_map", "weights", windows)}
 
 
 def _window_tokens(
@@ -233,17 +242,22 @@ def _resolve(
     store_dtype = auto_store if engine.store_dtype == "auto" else engine.store_dtype
     compute_dtype = auto_dtype if engine.compute_dtype == "auto" else engine.compute_dtype
     weights = choose_weights(engine, placement, description, layers[-1] + 1, compute_dtype, reporter.note)
+    width = description.hidden_size if directions_DH is None else len(directions_DH)
+    token_bytes = len(layers) * width * getattr(torch, store_dtype).itemsize
+    text = description.config.get_text_config(decoder=True)
+    n_loaded = STREAMED_BLOCKS if weights == "stream" else layers[-1] + 1
+    value_bytes = getattr(torch, compute_dtype).itemsize
+    window_bytes = engine.window_bytes or held.get("window_bytes", auto_window_bytes(device))
     batch_tokens = engine.batch_tokens
     if batch_tokens is None:
-        width = description.hidden_size if directions_DH is None else len(directions_DH)
-        token_bytes = len(layers) * width * getattr(torch, store_dtype).itemsize
-        text = description.config.get_text_config(decoder=True)
-        n_loaded = STREAMED_BLOCKS if weights == "stream" else layers[-1] + 1
-        batch_tokens = auto_batch_tokens(placement, text, n_loaded, getattr(torch, compute_dtype).itemsize, token_bytes)
-        begun_with = held.get("batch_tokens", batch_tokens)
-        if begun_with != batch_tokens:
-            reporter.note(f"batches of {begun_with:,} tokens, with which this run was begun; {batch_tokens:,} would be chosen here")
-            batch_tokens = begun_with
+        chosen = auto_batch_tokens(placement, text, n_loaded, value_bytes, token_bytes)
+        batch_tokens = held.get("batch_tokens", chosen)
+        if batch_tokens != chosen:
+            reporter.note(f"batches of {batch_tokens:,} tokens, with which this run was begun; {chosen:,} would be chosen here")
+    card = None
+    if device.type == "cuda":
+        attention = attention_kind(description, engine.attention)
+        card = CardCosts(**held["card"]) if "card" in held else card_costs(text, layers[-1] + 1, value_bytes, token_bytes, attention)
     return Settings(
         device=str(device),
         compute_dtype=compute_dtype,
@@ -252,9 +266,10 @@ def _resolve(
         attention=engine.attention,
         context_length=engine.context_length or description.context_length,
         batch_tokens=batch_tokens,
-        window_bytes=engine.window_bytes,
+        window_bytes=window_bytes,
         device_map=engine.device_map,
         weights=weights,
+        card=card,
     )
 
 

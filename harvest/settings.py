@@ -11,8 +11,6 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 DtypeChoice = Literal["auto", Dtype]
 CodecChoice = Literal["auto", "lz4", "zstd", "none"]
 
-GIB = 1 << 30
-
 
 def _check_device(device: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", device, re.ASCII) is None:
@@ -48,7 +46,9 @@ class Engine(BaseModel):
     codec: CodecChoice = Field(default="auto", description="Auto: lz4 for bfloat16, none for float16 and float32.")
     context_length: int | None = Field(default=None, ge=2, description="Tokens of context; a prompt keeps its first context - 1.")
     batch_tokens: int | None = Field(default=None, ge=1, description="Padded tokens of one forward pass.")
-    window_bytes: int = Field(default=2 * GIB, ge=1, description="Host memory for captured rows, in bytes.")
+    window_bytes: int | None = Field(
+        default=None, ge=1, description="Host memory for captured rows, in bytes. Left out: 2 GiB, and on a card up to 8 GiB."
+    )
     revision: str | None = Field(default=None, min_length=1, description="A branch, tag or commit of a model on the Hub. Left out: main.")
     start_token: Annotated[str, AfterValidator(_check_start_token)] = Field(
         default="auto", description="Auto: the model's own. Else a token's id or text, or none."

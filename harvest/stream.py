@@ -8,7 +8,7 @@ Waiting     the streams between two blocks
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,18 +19,19 @@ import torch
 from harvest.decoder import allowed_error, batches_to_check, say_checked
 from harvest.input.plan import Window
 from harvest.model.blockwise import BlockwiseDecoder
-from harvest.model.capture import Captured, check_shape, pad, take_rows, true_float32
-from harvest.model.feed import Feed
+from harvest.model.capture import Captured, Places, check_shape, find_peak, pad, take_rows, true_float32
+from harvest.model.device import free_card_bytes, free_memory, is_out_of_memory, pinned_bytes, upload
+from harvest.model.feed import PREFETCH_PINNED, Feed
 from harvest.model.restart import Restart
 from harvest.model.soundness import tried_tokens
-from harvest.model.transfer import Arrival, Transfer
+from harvest.model.transfer import Arrival, Transfer, from_bits
 from harvest.model.waiting import InFile, InMemory, OnDevice, Waiting
 from harvest.model.witness import Comparison, Witness
 from harvest.output.writers import WindowBuffer, WindowBuffers, buffer_sizes
 from harvest.prepare import Prepared
 from harvest.progress import Reporter, duration
 from harvest.stop import StopFlag
-from harvest.window import check_divisible, free_memory, is_out_of_memory, place_rows, say_lowered
+from harvest.window import OnRead, check_divisible, check_range, find_places, say_lowered
 
 # Waiting streams stay on a card where they take no more of what is free there.
 _STAYS = 0.25
@@ -43,13 +44,14 @@ def make_buffers(prepared: Prepared, windows: Sequence[Window]) -> WindowBuffers
 
     Raises StorageError where the scratch folder has no room for them.
     """
-    return WindowBuffers(windows, prepared.layout, _window_bytes(prepared), _rows_folder(prepared, windows))
+    pinned = prepared.settings.device.startswith("cuda")
+    return WindowBuffers(windows, prepared.layout, _window_bytes(prepared), _rows_folder(prepared, windows), pinned)
 
 
 def kept_bytes(prepared: Prepared, batches: Iterable[Sequence[list[int]]]) -> tuple[int, int]:
-    """The most bytes that rows and waiting streams take at once: in host memory, and in the scratch folder.
+    """Return the most bytes that rows, and streams between two blocks, take at once: in host memory, and in the scratch folder.
 
-    batches: those of each window of the run.
+    Pinned memory counts with what rounding it up takes. batches: those of each window of the run.
     """
     windows, lengths = prepared.plan.windows, prepared.plan.lengths
     rows = _row_bytes(prepared, windows)
@@ -59,7 +61,8 @@ def kept_bytes(prepared: Prepared, batches: Iterable[Sequence[list[int]]]) -> tu
     streams = max(_stream_bytes(prepared, window) for window in shapes)
     rows_in_memory = _rows_in_memory(prepared, windows)
     in_memory = rows_in_memory + (streams if prepared.room.fits_memory(rows_in_memory, streams) else 0)
-    return in_memory, rows + streams - in_memory
+    in_scratch = rows + streams - in_memory
+    return in_memory + (PREFETCH_PINNED if prepared.settings.device.startswith("cuda") else 0), in_scratch
 
 
 def _window_bytes(prepared: Prepared) -> int | None:
@@ -77,23 +80,25 @@ def _rows_in_memory(prepared: Prepared, windows: Sequence[Window]) -> int:
 
 def _row_bytes(prepared: Prepared, windows: Sequence[Window]) -> int:
     n_buffers, n_bytes = buffer_sizes(windows, prepared.layout, _window_bytes(prepared))
-    return n_buffers * n_bytes
+    return n_buffers * (pinned_bytes(n_bytes) if prepared.settings.device.startswith("cuda") else n_bytes)
 
 
 def _stream_bytes(prepared: Prepared, shapes: Iterable[tuple[int, int]]) -> int:
-    """Of batches of so many prompts by so many tokens."""
-    value_bytes = int(getattr(torch, prepared.settings.compute_dtype).itemsize)
-    return sum(n_prompts * width for n_prompts, width in shapes) * prepared.description.hidden_size * value_bytes
+    """Return the bytes that the streams of batches of so many prompts by so many tokens take on the host."""
+    token_bytes = prepared.description.hidden_size * int(getattr(torch, prepared.settings.compute_dtype).itemsize)
+    sizes = (n_prompts * width * token_bytes for n_prompts, width in shapes)
+    return sum(map(pinned_bytes, sizes) if prepared.settings.device.startswith("cuda") else sizes)
 
 
 @dataclass
 class _Batch:
-    """Prompts that are read together. number: by which its stream waits."""
+    """Prompts that are read together. number: of its stream in the activation store. places: of its rows in the window's buffer."""
 
     number: int
     prompts: list[int]
     ids_BS: torch.Tensor
     real_T: torch.Tensor | None
+    places: Places
     n_tokens: int
 
 
@@ -101,15 +106,16 @@ class _Batch:
 class _Pass:
     """One window on its way through the blocks.
 
-    on_the_way: rows that are copied to host memory, with their batch and the place of their layer.
-    read: tokens times blocks so far, and advanced: the whole tokens of it that were told.
+    in_flight: rows that are copied to host memory, with their batch and the position of their layer.
+    read: tokens times blocks so far, and advanced: the whole tokens of it that were reported.
     """
 
     window: Window
     buffer: WindowBuffer
+    target_LTW: torch.Tensor
     batches: list[_Batch]
     waiting: Waiting
-    on_the_way: deque[tuple[_Batch, int, Arrival]] = field(default_factory=deque)
+    in_flight: deque[tuple[_Batch, int, Arrival]] = field(default_factory=deque)
     lowered: int | None = None
     read: int = 0
     advanced: int = 0
@@ -119,17 +125,23 @@ class StreamReader:
     """Reads windows through a model whose blocks are streamed. A context manager: at its end nothing of a block is loaded any more."""
 
     def __init__(
-        self, prepared: Prepared, decoder: BlockwiseDecoder, windows: Sequence[Window], reporter: Reporter, stop: StopFlag
+        self,
+        prepared: Prepared,
+        decoder: BlockwiseDecoder,
+        windows: Sequence[Window],
+        reporter: Reporter,
+        stop: StopFlag,
+        on_read: OnRead,
     ) -> None:
-        """windows: all that will be read, in order."""
-        self._prepared, self._reporter, self._stop = prepared, reporter, stop
+        """windows: all that will be read, in order. on_read: called with each when its buffer is filled."""
+        self._prepared, self._reporter, self._stop, self._on_read = prepared, reporter, stop, on_read
         self._device = decoder.decoder.device
         self._restart, self.feed = Restart(decoder.decoder), Feed(decoder, len(windows))
         self._windows_left = len(windows)
         self._dtype = getattr(torch, prepared.settings.compute_dtype)
         self._store_dtype = getattr(torch, prepared.settings.store_dtype)
         directions = prepared.directions_DH
-        self._directions_DH = None if directions is None else torch.from_numpy(directions).to(self._device)
+        self._directions_DH = None if directions is None else upload(directions, self._device)
         self._transfer = Transfer(self._device)
         ids = prepared.tokens.of(int(prepared.plan.lengths.argmax()))
         n_tried = tried_tokens(prepared.description.n_chosen_keys)
@@ -138,6 +150,7 @@ class StreamReader:
         allowed = allowed_error(prepared)
         self._comparisons = [Comparison(self._restart, batch, self._store_dtype, allowed, self._device) for batch in self._to_check]
         self._rows_in_memory = _rows_in_memory(prepared, windows)
+        self._lowered: int | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -149,38 +162,55 @@ class StreamReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
-    def read(self, window: Window, buffer: WindowBuffer) -> int | None:
-        """Read a window into its buffer, each row at its prompt's place; answers as `window.WindowReader.read` does.
+    def read(self, window: Window, buffer: WindowBuffer) -> None:
+        """Read a window into its buffer, each row at its prompt's place, and call `on_read`.
 
-        Raises ModelError where a block cannot be read, or is found to be read wrongly.
+        If the device has no memory for a batch, it is halved, and so is the batch budget of the windows that follow. Raises ModelError if
+        a block cannot be read, or is found to be read wrongly, and StreamError for a single prompt that is too large.
         """
         n_blocks, started = self._prepared.n_blocks, time.monotonic()
-        batches = [self._batch(number, prompts) for number, prompts in enumerate(self._prepared.plan.batches(window))]
-        with self._wait_for(batches) as waiting:
-            way = _Pass(window, buffer, batches, waiting)
+        batches = [self._batch(number, prompts, window) for number, prompts in enumerate(self._prepared.plan.batches(window, self._budget))]
+        way = _Pass(window, buffer, from_bits(buffer.rows_LTW, self._store_dtype), batches, self._store_for(batches), lowered=self._lowered)
+        try:
             for block in range(n_blocks):
                 self.feed.next(self._stop.check)
                 self._see(block)
                 self._run(way, block)
                 if self._witness is not None and block + 1 == _TOLD_AFTER < n_blocks // 2:
                     self._tell((time.monotonic() - started) / _TOLD_AFTER)
-            while way.on_the_way:
-                self._place_first(way)
-        self._witness = None
+            while way.in_flight:
+                self._finish_first(way)
+        finally:
+            # A copy that is still under way must not write into memory that a later run of this process is given.
+            for _, _, arrival in way.in_flight:
+                with suppress(RuntimeError):
+                    arrival.wait()
+            way.waiting.close()
+        self._witness, self._lowered = None, way.lowered
         self._windows_left -= 1
-        return way.lowered
+        self._on_read(window, buffer, way.lowered)
 
-    def _batch(self, number: int, prompts: list[int], width: int | None = None) -> _Batch:
-        ids_BS, real_T = pad([self._prepared.tokens.of(prompt) for prompt in prompts], self._device, width)
-        return _Batch(number, prompts, ids_BS, real_T, sum(int(self._prepared.plan.lengths[prompt]) for prompt in prompts))
+    def finish(self) -> None:
+        """Wait until all that was started is read: `read` leaves nothing behind."""
 
-    def _wait_for(self, batches: Sequence[_Batch]) -> Waiting:
+    @property
+    def _budget(self) -> int:
+        return self._lowered or self._prepared.plan.batch_tokens
+
+    def _batch(self, number: int, prompts: list[int], window: Window, width: int | None = None) -> _Batch:
+        order = sorted(range(len(prompts)), key=prompts.__getitem__)
+        ids_BS, real_T = pad([self._prepared.tokens.of(prompt) for prompt in prompts], self._device, width, order)
+        places = find_places([prompts[row] for row in order], window, self._prepared)
+        return _Batch(number, prompts, ids_BS, real_T, places, sum(int(self._prepared.plan.lengths[prompt]) for prompt in prompts))
+
+    def _store_for(self, batches: Sequence[_Batch]) -> Waiting:
+        """Return the activation store for a window: in a scratch file, on the card, or in host memory."""
         shapes = [(batch.ids_BS.shape[0], batch.ids_BS.shape[1]) for batch in batches]
         n_bytes = _stream_bytes(self._prepared, shapes)
         room = self._prepared.room
         if room is not None and room.scratch is not None and not room.fits_memory(self._rows_in_memory, n_bytes):
             return InFile(room.scratch, [(*shape, self._prepared.description.hidden_size) for shape in shapes], self._dtype, self._device)
-        if self._device.type != "cuda" or n_bytes <= _STAYS * torch.cuda.mem_get_info(self._device)[0]:
+        if self._device.type != "cuda" or n_bytes <= _STAYS * free_card_bytes(self._device):
             return OnDevice()
         return InMemory(self._device)
 
@@ -202,66 +232,76 @@ class StreamReader:
         self._reporter.note(f"{block_s:.1f} s a block, limited by {limit}: about {duration(left)} for the rest of {windows}")
 
     def _run(self, way: _Pass, block: int) -> None:
-        """All batches of a window through one block."""
+        """Run all batches of a window through one block."""
         place = 0
         while place < len(way.batches):
             self._stop.check()
             batch = way.batches[place]
             following = way.batches[place + 1].number if place + 1 < len(way.batches) else way.batches[0].number
-            stream = way.waiting.get(batch.number, following) if block else None
-            read = self._try(batch, block, stream)
-            del stream
-            if read is None:
-                # What is still on the device makes room first: only then is it known what fits.
-                is_alone = not way.on_the_way
-                while way.on_the_way:
-                    self._place_first(way)
-                free_memory()
-                if is_alone:
-                    self._halve(way, place)
+            if not self._try(way, batch, block, following):
+                self._make_room(way, place)
                 continue
-            after, captured = read
-            if captured is not None:
-                way.on_the_way.append((batch, self._prepared.layers.index(block), self._transfer.start(captured)))
-            if block + 1 < self._prepared.n_blocks:
-                way.waiting.put(batch.number, after)
-            # Named any longer, the streams of two batches would stay on the device.
-            del read, after, captured
-            if len(way.on_the_way) > 1:
-                self._place_first(way)
+            if len(way.in_flight) > 1:
+                self._finish_first(way)
             self._advance(way, batch.n_tokens)
             place += 1
 
     @torch.inference_mode()
-    def _try(self, batch: _Batch, block: int, stream_BSH: torch.Tensor | None) -> tuple[torch.Tensor, Captured | None] | None:
-        """The stream after a block, and its rows where the layer is asked for; None where the device has no memory for it."""
+    def _try(self, way: _Pass, batch: _Batch, block: int, following: int) -> bool:
+        """Run a batch through a block: its rows on their way, and its stream in the store. False if the device has no memory for it."""
+        arrival: Arrival | None = None
         try:
+            stream_BSH = way.waiting.get(batch.number, following) if block else None
             after_BSH = self._restart.run(batch.ids_BS, block, stream_BSH)
+            del stream_BSH
             check_shape(after_BSH, (*batch.ids_BS.shape, self._prepared.description.hidden_size), block)
-            if block not in self._prepared.layers:
-                return after_BSH, None
-            rows_TW = take_rows(after_BSH, batch.real_T, self._directions_DH)
-            return after_BSH, Captured(rows_TW.to(self._store_dtype)[None], rows_TW.abs().amax().float()[None])
+            layer = self._prepared.layers.index(block) if block in self._prepared.layers else None
+            if layer is not None:
+                rows_TW = take_rows(after_BSH, batch.real_T, self._directions_DH)
+                captured = Captured(rows_TW.to(self._store_dtype)[None], find_peak(rows_TW)[None])
+                arrival = self._transfer.start(captured, way.target_LTW[layer : layer + 1], batch.places)
+            if block + 1 < self._prepared.n_blocks:
+                way.waiting.put(batch.number, after_BSH)
         except RuntimeError as error:
-            if is_out_of_memory(error):
-                return None
-            raise
+            if not is_out_of_memory(error):
+                raise
+            if arrival is not None:
+                # The batch is tried again, and its rows are copied again: this copy must not outlive its memory on the device.
+                arrival.wait()
+            return False
+        if layer is not None and arrival is not None:
+            way.in_flight.append((batch, layer, arrival))
+        return True
 
-    def _place_first(self, way: _Pass) -> None:
-        batch, layer, arrival = way.on_the_way.popleft()
-        place_rows(batch.prompts, arrival.wait(), way.window, way.buffer, self._prepared, layer)
+    def _make_room(self, way: _Pass, place: int) -> None:
+        """Make room on the device for a batch that did not fit: finish what is under way, then move streams to the host, then halve it."""
+        is_alone = not way.in_flight
+        while way.in_flight:
+            self._finish_first(way)
+        free_memory()
+        if not is_alone:
+            return
+        if isinstance(way.waiting, OnDevice) and self._device.type == "cuda" and not way.waiting.is_empty:
+            way.waiting = way.waiting.move_to(InMemory(self._device))
+            free_memory()
+            return
+        self._halve(way, place)
+
+    def _finish_first(self, way: _Pass) -> None:
+        batch, layer, arrival = way.in_flight.popleft()
+        check_range(batch.prompts, arrival.wait(), way.window, way.buffer, self._prepared, layer)
 
     def _halve(self, way: _Pass, place: int) -> None:
-        """Make two batches of one that did not fit, each as wide as it was: the streams that wait are."""
+        """Make two batches of one that did not fit, each as wide as it was: the streams in the store are."""
         batch = way.batches[place]
         check_divisible(batch.prompts, self._prepared)
         n_kept, width = (len(batch.prompts) + 1) // 2, batch.ids_BS.shape[1]
-        way.lowered = min(n_kept * width, way.lowered or self._prepared.plan.batch_tokens)
+        way.lowered = min(self._prepared.plan.footprint(n_kept, width), way.lowered or self._prepared.plan.batch_tokens)
         self._reporter.note(say_lowered(batch.prompts, way.lowered))
         other = len(way.batches)
         way.batches[place : place + 1] = [
-            self._batch(batch.number, batch.prompts[:n_kept], width),
-            self._batch(other, batch.prompts[n_kept:], width),
+            self._batch(batch.number, batch.prompts[:n_kept], way.window, width),
+            self._batch(other, batch.prompts[n_kept:], way.window, width),
         ]
         way.waiting.split(batch.number, n_kept, other)
 

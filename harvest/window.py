@@ -1,36 +1,75 @@
-"""One window: its batches through a model that is loaded whole, and each captured row to its place in the window's buffer."""
+"""One window: its batches through a model that is loaded whole, and each captured row to its place in the window's buffer.
 
-import gc
+On a CPU the rows are written to the buffer itself. On a card a window of several batches is put together there, each row at its place, and
+leaves it in one copy; a window of one batch, or one that is too large for that, is copied batch by batch.
+"""
+
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from harvest.decoder import allowed_error, batches_to_check, say_checked
 from harvest.errors import StreamError, ValueRangeError
 from harvest.input.plan import Window
 from harvest.model.blocks import LoadedDecoder
-from harvest.model.capture import Capture, Captured
+from harvest.model.capture import Capture, Captured, Places
+from harvest.model.device import card_bytes, free_memory, is_out_of_memory
 from harvest.model.plain import check_values
-from harvest.model.transfer import Arrival, HostRows, Transfer
+from harvest.model.transfer import Arrival, Transfer, from_bits
 from harvest.output.stats import widen
-from harvest.output.writers import WindowBuffer
+from harvest.output.writers import WindowBuffer, WindowBuffers
 from harvest.prepare import Prepared
 from harvest.progress import Reporter
 from harvest.stop import StopFlag
 
+# Called with a window, its filled buffer, and the batch budget if that was lowered.
+OnRead = Callable[[Window, WindowBuffer, int | None], None]
+
+# A window's rows are put together on the card if two windows take at most this share of its memory: one is copied while the next is read.
+_STAGED_SHARE = 1 / 8
+
+
+@dataclass
+class _Window:
+    """A window that is being read.
+
+    target_LTW: its buffer as a tensor. staged: its rows on the card, in the window's order, and their peaks; None if each batch is copied
+    to the buffer by itself. done: the prompts that were read.
+    """
+
+    window: Window
+    buffer: WindowBuffer
+    target_LTW: torch.Tensor
+    staged: Captured | None
+    done: list[int] = field(default_factory=list)
+
 
 class WindowReader:
-    """Reads windows through a model that is loaded. A context manager, as its capture is."""
+    """Reads windows through a model that is loaded. A context manager: the model's hooks are removed at its end.
 
-    def __init__(self, prepared: Prepared, decoder: LoadedDecoder, reporter: Reporter, stop: StopFlag) -> None:
-        store_dtype = getattr(torch, prepared.settings.store_dtype)
-        self._prepared, self._decoder, self._reporter, self._stop = prepared, decoder, reporter, stop
-        self._capture = Capture(decoder, prepared.layers, prepared.description.hidden_size, store_dtype, prepared.directions_DH)
-        self._transfer = Transfer(torch.device(prepared.settings.device))
+    The copies of a window run beside the first batch of the next one, so `read` returns before the rows are there.
+    """
+
+    def __init__(self, prepared: Prepared, decoder: LoadedDecoder, reporter: Reporter, stop: StopFlag, on_read: OnRead) -> None:
+        """on_read: called in the order of the windows, with a window, its filled buffer, and the batch budget if that was lowered."""
+        self._prepared, self._decoder, self._reporter, self._stop, self._on_read = prepared, decoder, reporter, stop, on_read
+        self._device = torch.device(prepared.settings.device)
+        self._store_dtype = getattr(torch, prepared.settings.store_dtype)
+        self._capture = Capture(decoder, prepared.layers, prepared.description.hidden_size, self._store_dtype, prepared.directions_DH)
+        self._transfer = Transfer(self._device)
+        self._budget = prepared.plan.batch_tokens
+        self._stages = self._device.type != "cpu"
+        # Batches that compute or are copied, and whole windows that are copied: what to wait for, and what to do then.
+        self._in_flight: deque[tuple[Arrival, Callable[[npt.NDArray[np.float32]], None]]] = deque()
 
     def __enter__(self) -> Self:
         self._capture.__enter__()
@@ -39,6 +78,11 @@ class WindowReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # A copy that is still under way must not write into memory that a later run of this process is given.
+        for arrival, _ in self._in_flight:
+            with suppress(RuntimeError):
+                arrival.wait()
+        self._in_flight.clear()
         self._capture.__exit__(kind, error, trace)
 
     def _check_values(self) -> None:
@@ -47,123 +91,204 @@ class WindowReader:
         worst = max(check_values(self._decoder, self._capture, prepared.layers, batch, allowed) for batch in batches)
         self._reporter.note(say_checked(batches, worst, allowed))
 
-    def read(self, window: Window, buffer: WindowBuffer) -> int | None:
-        """Read a window's batches into its buffer, each row at its prompt's place. The copy of a batch runs beside the next one's pass.
+    def read(self, window: Window, buffer: WindowBuffer) -> None:
+        """Start reading a window's batches into its buffer, each row at its prompt's place; `on_read` is called when they are there.
 
-        Where the device has no memory for a batch, the budget of a batch is halved for the rest of the window; answers what it came down
-        to, or None where it held. Raises StreamError for a single prompt that is too large.
+        If the device has no memory for a batch, the batch budget is halved for the rest of the run. Raises StreamError for a single prompt
+        that is too large, and ValueRangeError for a value that the stored type cannot hold.
         """
         prepared, plan = self._prepared, self._prepared.plan
-        on_the_way: deque[tuple[list[int], Arrival]] = deque()
-        batches = deque(plan.batches(window))
-        budget = plan.batch_tokens
-
-        def place_first() -> None:
-            batch, arrival = on_the_way.popleft()
-            place_rows(batch, arrival.wait(), window, buffer, prepared)
-            self._reporter.advance(sum(int(plan.lengths[prompt]) for prompt in batch))
-
-        while batches or on_the_way:
+        batches = deque(plan.batches(window, self._budget))
+        reading = self._open(window, buffer, len(batches))
+        while batches:
             self._stop.check()
-            if batches:
-                captured = self._read(batches[0])
-                if captured is None:
-                    # What is still on the device makes room first: only then is it known what fits.
-                    is_alone = not on_the_way
-                    while on_the_way:
-                        place_first()
-                    free_memory()
-                    if is_alone:
-                        check_divisible(batches[0], prepared)
-                        budget = min(budget // 2, len(batches[0]) // 2 * int(plan.lengths[batches[0]].max()))
-                        self._reporter.note(say_lowered(batches[0], budget))
-                        batches = deque(plan.cut(sorted(prompt for batch in batches for prompt in batch), budget))
+            batch = batches[0]
+            arrival = self._start(batch, reading)
+            if arrival is None:
+                # What is still on the device makes room first: only then is it known what fits.
+                is_alone = not self._in_flight
+                self.finish()
+                free_memory()
+                if not is_alone:
                     continue
-                on_the_way.append((batches.popleft(), self._transfer.start(captured)))
-                # Named any longer, the rows of three batches would stay on the device.
-                del captured
-            if len(on_the_way) > 1 or not batches:
-                place_first()
-        return budget if budget < plan.batch_tokens else None
+                if reading.staged is not None:
+                    self._unstage(reading)
+                    continue
+                check_divisible(batch, prepared)
+                self._budget = min(self._budget // 2, plan.footprint(len(batch) // 2, int(plan.lengths[batch].max())))
+                self._reporter.note(say_lowered(batch, self._budget))
+                batches = deque(plan.cut(sorted(prompt for batch in batches for prompt in batch), self._budget))
+                continue
+            batches.popleft()
+            is_last = not batches
+            self._in_flight.append((arrival, partial(self._finish_batch, reading, batch, is_last and reading.staged is None)))
+            if is_last and reading.staged is not None:
+                whole = Places([(0, 0, window.n_tokens)])
+                arrival = self._transfer.start(reading.staged, reading.target_LTW, whole)
+                self._in_flight.append((arrival, partial(self._finish_staged, reading)))
+                reading.staged = None
+            self._finish_to(1 + is_last)
 
-    def _read(self, batch: Sequence[int]) -> Captured | None:
-        """Capture one batch; None where the device has no memory for it."""
+    def finish(self) -> None:
+        """Wait until all that was started is read."""
+        self._finish_to(0)
+
+    def _finish_to(self, n_left: int) -> None:
+        while len(self._in_flight) > n_left:
+            arrival, then = self._in_flight.popleft()
+            then(arrival.wait())
+
+    def _open(self, window: Window, buffer: WindowBuffer, n_batches: int) -> _Window:
+        target_LTW = from_bits(buffer.rows_LTW, self._store_dtype)
+        if self._device.type == "cpu":
+            # The batches write to the buffer itself.
+            return _Window(window, buffer, target_LTW, None)
+        return _Window(window, buffer, target_LTW, self._stage(target_LTW) if self._stages and n_batches > 1 else None)
+
+    def _stage(self, target_LTW: torch.Tensor) -> Captured | None:
+        """Return memory on the device for the rows of a whole window, so that they leave it in one copy; None if there is no room."""
+        if self._device.type == "cuda" and (not target_LTW.is_pinned() or 2 * target_LTW.nbytes > _STAGED_SHARE * card_bytes(self._device)):
+            return None
         try:
-            return self._capture.read([self._prepared.tokens.of(prompt) for prompt in batch])
+            rows_LTW = torch.empty_like(target_LTW, device=self._device)
+            return Captured(rows_LTW, torch.zeros(len(target_LTW), dtype=torch.float32, device=self._device))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        self._stages = False
+        return None
+
+    def _unstage(self, reading: _Window) -> None:
+        """Copy what is staged of a window to its buffer, and free its memory. From here on the run's rows are copied batch by batch."""
+        assert reading.staged is not None
+        # Places whose rows are still to come are overwritten later.
+        peaks_L = self._transfer.start(reading.staged, reading.target_LTW, Places([(0, 0, reading.window.n_tokens)])).wait()
+        check_range(reading.done, peaks_L, reading.window, reading.buffer, self._prepared)
+        reading.staged, self._stages = None, False
+        free_memory()
+
+    def _start(self, batch: Sequence[int], reading: _Window) -> Arrival | None:
+        """Start reading one batch; None if the device has no memory for it."""
+        prepared, staged = self._prepared, reading.staged
+        ids = [prepared.tokens.of(prompt) for prompt in batch]
+        # The rows leave the model in the window's order, so that neighbours there are one run.
+        order = sorted(range(len(batch)), key=batch.__getitem__)
+        places = find_places([batch[row] for row in order], reading.window, prepared)
+        try:
+            if self._device.type == "cpu":
+                return Arrival(None, None, self._capture.read(ids, order, reading.target_LTW, places).peaks_L)
+            if staged is None:
+                return self._transfer.start(self._capture.read(ids, order), reading.target_LTW, places)
+            peaks_L = self._capture.read(ids, order, staged.rows_LTW, places).peaks_L
+            torch.maximum(staged.peaks_L, peaks_L, out=staged.peaks_L)
+            return self._transfer.mark()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 return None
             raise
 
+    def _finish_batch(self, reading: _Window, batch: Sequence[int], is_last: bool, peaks_L: npt.NDArray[np.float32]) -> None:
+        reading.done.extend(batch)
+        check_range(batch, peaks_L, reading.window, reading.buffer, self._prepared)
+        self._reporter.advance(sum(int(self._prepared.plan.lengths[prompt]) for prompt in batch))
+        if is_last:
+            self._hand_on(reading)
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that the device has no memory left."""
-    # accelerate knows the words in which the libraries of each device say it; what it lacks is cuBLAS's own.
-    from accelerate.utils.memory import should_reduce_batch_size
+    def _finish_staged(self, reading: _Window, peaks_L: npt.NDArray[np.float32]) -> None:
+        check_range(reading.done, peaks_L, reading.window, reading.buffer, self._prepared)
+        self._hand_on(reading)
 
-    return should_reduce_batch_size(error) or isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
+    def _hand_on(self, reading: _Window) -> None:
+        self._on_read(reading.window, reading.buffer, self._budget if self._budget < self._prepared.plan.batch_tokens else None)
+
+
+class Reader(Protocol):
+    """What reads windows: see `WindowReader.read` and `WindowReader.finish`."""
+
+    def read(self, window: Window, buffer: WindowBuffer) -> None: ...
+    def finish(self) -> None: ...
+
+
+def read_windows(
+    reader: Reader,
+    buffers: WindowBuffers,
+    windows: Iterable[Window],
+    check: Callable[[], None],
+    waited: Callable[[float], None] = lambda _: None,
+) -> None:
+    """Read windows, each into a free buffer.
+
+    check: called while there is none, and raises to stop. waited: called with the seconds of each wait for one.
+    """
+    for window in windows:
+        if not buffers.has_free:
+            # Storage is behind. The window before is handed over first, so that it has that to write.
+            reader.finish()
+        asked = time.monotonic()
+        buffer = buffers.acquire(window.n_tokens, check)
+        waited(time.monotonic() - asked)
+        reader.read(window, buffer)
+    reader.finish()
 
 
 def say_lowered(batch: Sequence[int], budget: int) -> str:
-    """The warning that goes with a batch that did not fit."""
+    """Return the warning for a batch that did not fit."""
     return (
-        f"warning: a batch of {len(batch)} prompts did not fit the device's memory; the budget of a batch is {budget:,} tokens for the "
-        "rest of this window, so its last bits may differ from a run that did fit"
+        f"warning: a batch of {len(batch)} prompts did not fit the device's memory. The batch budget is {budget:,} tokens for the rest of "
+        "this run, so last bits may differ from a run in which it fitted"
     )
 
 
 def check_divisible(batch: Sequence[int], prepared: Prepared) -> None:
-    """Raise StreamError where a batch that did not fit is a single prompt, and cannot be halved."""
+    """Raise StreamError if a batch that did not fit is a single prompt, which cannot be halved."""
     if len(batch) == 1:
         raise StreamError(
-            f"prompt {batch[0]}, of {int(prepared.plan.lengths[batch[0]])} tokens, does not fit the device's memory even alone; "
-            "lower --context-length, ask for fewer layers, or take a larger device"
+            f"prompt {batch[0]}, of {int(prepared.plan.lengths[batch[0]])} tokens, does not fit the device's memory even alone. "
+            "Lower --context-length, request fewer layers, or use a larger device"
         )
 
 
-def free_memory() -> None:
-    """Give a device's memory back that nobody needs any more."""
-    # An error on its way keeps the frames of the forward pass, and with them its tensors.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def place_rows(batch: Sequence[int], rows: HostRows, window: Window, buffer: WindowBuffer, prepared: Prepared, first: int = 0) -> None:
-    """Put a batch's rows in their prompts' places in the window's buffer.
-
-    first: the place among the asked layers of the first that they are of. Raises ValueRangeError for a value that is not finite.
-    """
+def find_places(prompts: Sequence[int], window: Window, prepared: Prepared) -> Places:
+    """Return the places of prompts, ascending, in a window's buffer; prompts that follow one another are one run."""
     offsets = prepared.tokens.offsets
-    _check_range(batch, rows, prepared, first)
-    row, end = 0, first + len(rows.rows_LTW)
-    for prompt in batch:
-        n_tokens = int(offsets[prompt + 1] - offsets[prompt])
-        at = int(offsets[prompt] - offsets[window.first])
-        buffer.rows_LTW[first:end, at : at + n_tokens] = rows.rows_LTW[:, row : row + n_tokens]
-        row += n_tokens
+    runs: list[tuple[int, int, int]] = []
+    row, end = 0, -1
+    for prompt in prompts:
+        place, n_tokens = int(offsets[prompt] - offsets[window.first]), int(offsets[prompt + 1] - offsets[prompt])
+        if place == end:
+            first, start, n_before = runs[-1]
+            runs[-1] = (first, start, n_before + n_tokens)
+        else:
+            runs.append((row, place, n_tokens))
+        row, end = row + n_tokens, place + n_tokens
+    return Places(runs)
 
 
-def _check_range(batch: Sequence[int], rows: HostRows, prepared: Prepared, first: int) -> None:
-    """Raise ValueRangeError where a stored value is not finite. Only layers whose peak says so are looked at."""
-    store_dtype = prepared.settings.store_dtype
+def check_range(
+    prompts: Sequence[int], peaks_L: npt.NDArray[np.float32], window: Window, buffer: WindowBuffer, prepared: Prepared, first: int = 0
+) -> None:
+    """Raise ValueRangeError if a stored value of prompts is not finite. Only layers whose peak says so are looked at.
+
+    peaks_L: of the layers from position `first` of the requested ones; empty if they are not known yet.
+    """
+    store_dtype, offsets = prepared.settings.store_dtype, prepared.tokens.offsets
     limit = torch.finfo(getattr(torch, store_dtype)).max
-    for position in np.flatnonzero(~(rows.peaks_L <= limit)):
-        peak = float(rows.peaks_L[position])
+    for position in np.flatnonzero(~(peaks_L <= limit)):
+        peak = float(peaks_L[position])
         if prepared.allow_nonfinite and not np.isfinite(peak):
             continue
-        bad = np.flatnonzero(~np.isfinite(widen(rows.rows_LTW[position], store_dtype)).all(axis=1))
-        if not len(bad):
-            continue
-        starts = np.concatenate([[0], np.cumsum([prepared.plan.lengths[prompt] for prompt in batch])])
-        place = int(np.searchsorted(starts, bad[0], side="right")) - 1
-        where = f"layer {prepared.layers[first + position]}, prompt {batch[place]}, position {bad[0] - starts[place]}"
-        if np.isfinite(peak):
+        for prompt in prompts:
+            start, end = (int(offsets[edge] - offsets[window.first]) for edge in (prompt, prompt + 1))
+            finite_T = np.isfinite(widen(buffer.rows_LTW[first + position, start:end], store_dtype)).all(axis=1)
+            if finite_T.all():
+                continue
+            where = f"layer {prepared.layers[first + position]}, prompt {prompt}, position {int(finite_T.argmin())}"
+            if np.isfinite(peak):
+                raise ValueRangeError(
+                    f"{where}: the stream reaches {peak:,.6g}, and {store_dtype} ends at {limit:,.6g}; "
+                    "store it with --store-dtype bfloat16 or float32"
+                )
             raise ValueRangeError(
-                f"{where}: the stream reaches {peak:,.6g}, and {store_dtype} ends at {limit:,.6g}; "
-                "store it with --store-dtype bfloat16 or float32"
+                f"{where}: the model itself computed a value that is not finite in {prepared.settings.compute_dtype}; "
+                "try --compute-dtype float32 or bfloat16, or store it as it is with --allow-nonfinite"
             )
-        raise ValueRangeError(
-            f"{where}: the model itself computed a value that is not finite in {prepared.settings.compute_dtype}; "
-            "try --compute-dtype float32 or bfloat16, or store it as it is with --allow-nonfinite"
-        )

@@ -33,9 +33,9 @@ import sys, time
 import harvest.model.capture as capture
 from harvest.cli import main
 read = capture.Capture.read
-def slowly(self, prompts):
+def slowly(self, prompts, *arguments):
     time.sleep(0.05)
-    return read(self, prompts)
+    return read(self, prompts, *arguments)
 capture.Capture.read = slowly
 sys.argv[0] = "harvest"
 main()

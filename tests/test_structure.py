@@ -53,7 +53,7 @@ def test_nothing_that_makes_a_run_imports_what_reads_one() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_a_file_is_one_idea_and_begins_with_it(module: str) -> None:
     text = (ROOT / "harvest" / module).read_text()
-    assert len(text.splitlines()) <= 300
+    assert len(text.splitlines()) <= 500
     assert ast.get_docstring(ast.parse(text))
 
 

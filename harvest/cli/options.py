@@ -73,7 +73,9 @@ _ENGINE = [
     _engine("--codec", metavar="CODEC", help="auto, lz4, zstd or none. [default: auto, lz4 for bfloat16]"),
     _engine("--context-length", type=int, metavar="N", help="Tokens of context; a prompt keeps its first N - 1. [default: the model's]"),
     _engine("--batch-tokens", type=int, metavar="N", help="Padded tokens of one forward pass. [default: by device]"),
-    _engine("--window-bytes", type=int, metavar="N", help="Host memory for captured rows, in bytes. [default: 2 GiB]"),
+    _engine(
+        "--window-bytes", type=int, metavar="N", help="Host memory for captured rows, in bytes. [default: 2 GiB; on a card up to 8 GiB]"
+    ),
     _engine(
         "--weights",
         metavar="HOW",

@@ -19,13 +19,33 @@ import numpy.typing as npt
 # put a whole run into one window, and a window's shards are published only at its end: what is read in it is lost where the run is stopped.
 _WINDOW_BATCHES = 32
 
-# And after so many tokens where batches are large, so that a run of a few million still makes a window for each of eight processes.
+# And after so many tokens on a CPU, so that a run of a few million still makes a window for each of eight processes.
 _WINDOW_TOKENS = 1 << 18
 
-# One more forward pass costs about as much as this many padded tokens (36 measured on a CPU at 2,048 tokens a batch), and as this share
-# of a full one: large batches are there because small ones leave a device idle.
+# On a CPU one more forward pass costs about as much as this many padded tokens (36 measured at 2,048 tokens a batch), and as this share
+# of a full one: large batches are there because small ones leave a device idle. A card's cost comes from `model.budget`.
 _PASS_TOKENS = 32
 _PASS_SHARE = 1 / 512
+# On a card a pass costs at least what launching its kernels takes, and no more while it computes longer than that: the host launches one
+# batch while another computes.
+# Beside that a small product leaves a part of a large card idle: about this many tokens' worth, an estimate that was not measured.
+_CARD_PASS_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class CardCosts:
+    """What passes cost on a card, by a model's shape; see `model.budget`.
+
+    pass_tokens: tokens that a card computes in the time that the kernels of one pass take to launch.
+    minute_tokens: tokens that take it about a minute; a window ends after so many.
+    mask_above, mask_length: prompts longer than mask_above have an attention mask in memory. At mask_length tokens the mask takes as much
+        as everything else does, so a batch of that length counts twice. None if there is no mask.
+    """
+
+    pass_tokens: int
+    minute_tokens: int
+    mask_above: int | None = None
+    mask_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,13 +100,21 @@ class Window:
 
 @dataclass(frozen=True)
 class Plan:
-    """Shards and windows of a run, in order, and the token budget of a batch."""
+    """Shards and windows of a run, in order, and the token budget of a batch. card: None without a card."""
 
     lengths: npt.NDArray[np.int64]
     shards: tuple[Shard, ...]
     windows: tuple[Window, ...]
     batch_tokens: int
     length_switches: tuple[int, ...]
+    card: CardCosts | None = None
+
+    def footprint(self, n_prompts: int, longest: int) -> int:
+        """Return what a batch counts against the batch budget: its padded tokens, and its attention masks as so many tokens more."""
+        card = self.card
+        if card is None or card.mask_length is None or card.mask_above is None or longest <= card.mask_above:
+            return n_prompts * longest
+        return n_prompts * (longest + longest * longest // card.mask_length)
 
     def units(self) -> list[tuple[Window, ...]]:
         """The windows in order, those that fill one shard together: what one process takes, so that no two write one file."""
@@ -98,9 +126,12 @@ class Plan:
                 units.append([window])
         return [tuple(unit) for unit in units]
 
-    def batches(self, window: Window) -> list[list[int]]:
-        """The prompts of each batch of a window, longest first; rows * longest stays within batch_tokens, save for a single prompt."""
-        return self.cut(range(window.first, window.end), self.batch_tokens)
+    def batches(self, window: Window, batch_tokens: int | None = None) -> list[list[int]]:
+        """Return the prompts of each batch of a window, longest first; rows * longest stays within the budget, save for a single prompt.
+
+        batch_tokens: the budget; by default the plan's own.
+        """
+        return self.cut(range(window.first, window.end), batch_tokens or self.batch_tokens)
 
     def cut(self, prompts: Sequence[int], batch_tokens: int) -> list[list[int]]:
         """The same for any prompts, ascending, and any budget."""
@@ -109,7 +140,15 @@ class Plan:
         # Prompts on both sides of a switch never share a batch.
         edges = [int((self.lengths[order] > switch).sum()) for switch in reversed(self.length_switches)]
         groups = [group for group in np.split(order, edges) if len(group)]
-        return [group[first:end].tolist() for group in groups for first, end in _cheapest_cuts(self.lengths[group], batch_tokens)]
+        overhead, least = _PASS_TOKENS + batch_tokens * _PASS_SHARE, 0
+        if self.card is not None:
+            overhead, least = _CARD_PASS_TOKENS, self.card.pass_tokens
+        found = []
+        for group in groups:
+            most = [max(batch_tokens // self.footprint(1, longest), 1) for longest in self.lengths[group].tolist()]
+            cuts = _cheapest_cuts(self.lengths[group], most, overhead, least)
+            found += [group[first:end].tolist() for first, end in cuts]
+        return found
 
 
 def make_plan(
@@ -121,6 +160,7 @@ def make_plan(
     length_switches: tuple[int, ...] = (),
     equal_above: int | None = None,
     window_tokens: int | None = None,
+    card: CardCosts | None = None,
 ) -> Plan:
     """Plan a run.
 
@@ -132,18 +172,21 @@ def make_plan(
     length_switches: lengths above which the model reads a whole batch otherwise, ascending.
     equal_above: above this length only prompts of the same length share a batch.
     window_tokens: the most tokens of a window, instead of what follows from window_bytes and batch_tokens.
+    card: what passes cost on a card, if the device is one.
     """
     if equal_above is not None:
         own = lengths[lengths > equal_above].tolist()
         length_switches = tuple(sorted({*length_switches, equal_above, *own}))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     by_bytes = max(1, window_bytes // 2 // token_bytes)
-    max_tokens = window_tokens or min(by_bytes, _WINDOW_BATCHES * batch_tokens, max(_WINDOW_TOKENS, batch_tokens))
+    by_time = _WINDOW_TOKENS if card is None else card.minute_tokens
+    max_tokens = window_tokens or min(by_bytes, _WINDOW_BATCHES * batch_tokens, max(by_time, batch_tokens))
     shards = tuple(
         Shard(index, first, end := min(first + shard_size, len(lengths)), int(offsets[end] - offsets[first]))
         for index, first in enumerate(range(0, len(lengths), shard_size))
     )
-    return Plan(lengths, shards, tuple(_windows(shards, offsets, max_tokens)), batch_tokens, length_switches)
+    windows = tuple(_windows(shards, offsets, max_tokens))
+    return Plan(lengths, shards, windows, batch_tokens, length_switches, card)
 
 
 def _windows(shards: tuple[Shard, ...], offsets: npt.NDArray[np.int64], max_tokens: int) -> Iterator[Window]:
@@ -175,24 +218,26 @@ def _split(shard: Shard, offsets: npt.NDArray[np.int64], max_tokens: int) -> Ite
         first = end
 
 
-def _cheapest_cuts(descending: npt.NDArray[np.int64], batch_tokens: int) -> list[tuple[int, int]]:
+def _cheapest_cuts(descending: npt.NDArray[np.int64], most: Sequence[int], overhead: float, least: int) -> list[tuple[int, int]]:
     """Cut lengths in descending order into batches such that padding and the number of passes together cost the least.
 
+    most: how many prompts a batch may have whose longest is that one. overhead: what one pass costs beside its padded tokens; least: what
+    a pass costs at least.
+
     Dynamic programming over the cuts: best[j] is the lowest cost of the first j prompts, where a batch of prompts i to j - 1 costs its
-    padded tokens, (j - i) * descending[i], and the overhead of one pass.
+    padded tokens, (j - i) * descending[i], but not less than `least`, and the overhead of one pass.
     """
     n = len(descending)
-    overhead = _PASS_TOKENS + batch_tokens * _PASS_SHARE
     best = np.full(n + 1, np.inf)
     best[0] = 0
     begin = np.zeros(n + 1, dtype=np.int64)
     counts = np.arange(1, n + 1)
     for i, longest in enumerate(descending.tolist()):
-        most = min(max(batch_tokens // longest, 1), n - i)
-        costs = best[i] + overhead + longest * counts[:most]
-        better = costs < best[i + 1 : i + 1 + most]
-        best[i + 1 : i + 1 + most][better] = costs[better]
-        begin[i + 1 : i + 1 + most][better] = i
+        n_ends = min(most[i], n - i)
+        costs = best[i] + overhead + np.maximum(longest * counts[:n_ends], least)
+        better = costs < best[i + 1 : i + 1 + n_ends]
+        best[i + 1 : i + 1 + n_ends][better] = costs[better]
+        begin[i + 1 : i + 1 + n_ends][better] = i
     cuts = [(int(begin[n]), n)]
     while cuts[-1][0]:
         cuts.append((int(begin[cuts[-1][0]]), cuts[-1][0]))

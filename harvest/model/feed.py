@@ -20,10 +20,13 @@ import torch
 
 from harvest.model.blockwise import BlockwiseDecoder
 from harvest.model.checkpoint import OpenFiles, Slot, lay_out, lay_out_copies, memory_of, new_buffer
+from harvest.model.device import host_empty
 
 # Enough reads at once for a fast disk to be busy, and pieces large enough that their number does not matter.
 _READERS = 4
 _PIECE = 16 << 20
+# Pinned memory on a card: each reader has two pieces.
+PREFETCH_PINNED = 2 * _READERS * _PIECE
 _WAIT_S = 0.2
 # Where a conversion leaves so little of a block as it was read, that is copied, and the buffer is free for the next block.
 _COPIED_SHARE = 0.5
@@ -108,7 +111,7 @@ class Feed:
             return
         used = None
         if self._stream is not None:
-            used = torch.cuda.Event()
+            used = torch.cuda.Event(blocking=True)
             used.record(torch.cuda.current_stream(self._device))
         self._given_back.put((self._current, used))
         self._current = None
@@ -156,7 +159,7 @@ class Feed:
             self._weights.fill(block, {slot.tensor.name: slot.view(buffer) for slot in self._slots[block]})
             kept, filled = self._keep(block, buffer), None
             if self._stream is not None:
-                filled = torch.cuda.Event()
+                filled = torch.cuda.Event(blocking=True)
                 filled.record(self._stream)
         if kept is not None:
             self._held[block] = kept
@@ -215,6 +218,6 @@ class Feed:
     def _pinned(self) -> tuple[torch.Tensor, Any]:
         """The pinned memory whose turn it is in this reader thread, and the event after which it is free."""
         if not hasattr(self._local, "pieces"):
-            self._local.pieces = [(torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
+            self._local.pieces = [(host_empty([_PIECE], torch.uint8, pinned=True), torch.cuda.Event(blocking=True)) for _ in range(2)]
         self._local.pieces.reverse()
         return self._local.pieces[0]  # type: ignore[no-any-return]

@@ -19,8 +19,8 @@ from harvest.model.blocks import LoadedDecoder, cut_blocks, cut_class, decoder_o
 from harvest.model.blockwise import BlockwiseDecoder, blockwise_class
 from harvest.model.classes import config_for_class, model_class
 from harvest.model.describe import Description
-from harvest.model.device import Placement
-from harvest.model.pretrained import from_pretrained, own_class
+from harvest.model.device import Placement, is_failure, is_out_of_memory
+from harvest.model.pretrained import causes, from_pretrained, own_class
 from harvest.model.sources import Source
 from harvest.settings import cache_folder
 
@@ -48,7 +48,9 @@ def load_decoder(
     elif allow_cut:
         try:
             decoder = _load(n_blocks, description, placement, dtype, attention)
-        except Exception:
+        except Exception as error:
+            if any(is_out_of_memory(cause) or is_failure(cause) for cause in causes(error)):
+                raise
             # Whatever stands in the way of a cut model, the whole one shows whether the model itself is at fault.
             return load_decoder(description, placement, dtype, n_blocks, attention, allow_cut=False)
     else:

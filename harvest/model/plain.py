@@ -34,7 +34,7 @@ def check_values(
 
     prompts: token ids, int32 [token]. Raises StreamError where it is above what is allowed.
     """
-    rows_LTH = capture.read(prompts).rows_LTW.double().cpu()
+    rows_LTH = capture.read(prompts).rows_LTW.cpu().double()
     worst, start = 0.0, 0
     for number, ids in enumerate(prompts):
         ours_LTH = rows_LTH[:, start : start + len(ids)]

@@ -90,7 +90,7 @@ def explained(error: BaseException, what: str, name: str, repository: str | None
         return f"{words}: {reason}"
     if what == "weights" and "safetensors" in reason and "does not appear to have a file" in reason:
         return _pickle(name, "pytorch_model.bin")
-    kinds = {type(cause).__name__ for cause in _causes(error)}
+    kinds = {type(cause).__name__ for cause in causes(error)}
     command = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
     if "GatedRepoError" in kinds:
         return f"{name} is gated: ask for access on the page of {repository} on the Hub, then log in on this machine with `hf auth login`"
@@ -123,8 +123,8 @@ def _pickle(name: str, file: str) -> str:
     )
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from or during."""
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from or during."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -13,6 +13,7 @@ import torch
 
 from harvest.errors import StreamError
 from harvest.model.blocks import LoadedDecoder, stream_of
+from harvest.model.capture import unpacked
 
 # What a block before the one that is begun at hands out: as it did when it ran, with another stream in it.
 _Answer = Callable[[torch.Tensor], Any]
@@ -68,7 +69,8 @@ class Restart:
         """
         self._block, self._next, self._outputs, self._seen = block, 0, outputs, seen
         try:
-            self._decoder.module(input_ids=ids_BS, use_cache=False)
+            with unpacked():
+                self._decoder.module(input_ids=ids_BS, use_cache=False)
         except _DoneError as done:
             return done.output
         finally:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 import transformers
 
 from harvest.errors import ModelError, RequestError
@@ -27,6 +28,8 @@ _FITS = 0.9
 _MEMORY_SHARE, _SCRATCH_SHARE = 0.5, 0.8
 # Waiting streams are padded; batches of neighbours in length have some per cent more tokens than are real.
 _PADDED = 1.1
+# On a card they are pinned, each in a power of two of bytes: up to twice as much.
+_PINNED = 2.0
 
 
 def choose_weights(
@@ -83,40 +86,44 @@ class Room:
     """Where rows and waiting streams of windows may lie while blocks are streamed.
 
     memory_bytes: of host memory for this process. scratch: a folder for what is more, and scratch_bytes: how much of it.
+    is_pinned: whether host memory is pinned, for a card.
     """
 
     memory_bytes: int
     scratch: Path | None
     scratch_bytes: int
+    is_pinned: bool = False
 
-    def window_tokens(self, row_bytes: int, state_bytes: int, n_tokens: int) -> int:
+    def window_tokens(self, row_bytes: int, state_bytes: float, n_tokens: int) -> int:
         """How many of a run's n_tokens have room at once.
 
         row_bytes: captured for one token, over all layers; state_bytes: of its stream between two blocks. While one window's shards are
         written the next one's rows are there too.
         """
         room = max(self.memory_bytes, self.scratch_bytes)
-        if n_tokens * (row_bytes + _PADDED * state_bytes) <= room:
+        state_bytes = state_bytes * (_PADDED * _PINNED if self.is_pinned and room == self.memory_bytes else _PADDED)
+        if n_tokens * (row_bytes + state_bytes) <= room:
             return n_tokens
-        return max(int(room / (2 * row_bytes + _PADDED * state_bytes)), 1)
+        return max(int(room / (2 * row_bytes + state_bytes)), 1)
 
     def fits_memory(self, *n_bytes: int) -> bool:
         """Whether so much stays in host memory."""
         return self.scratch is None or sum(n_bytes) <= self.memory_bytes
 
 
-def find_room(engine: Engine, rank: Rank) -> Room:
+def find_room(engine: Engine, rank: Rank, device: torch.device) -> Room:
     """The room that an engine gives, shared with the other ranks on this machine. Raises RequestError for a scratch folder that is none.
 
     Powers of two, and of a machine's whole memory: a window must be the same when the run is taken up again, and in all its parts.
     """
-    memory = engine.window_bytes if "window_bytes" in engine.model_fields_set else _share(_MEMORY_SHARE * _total_memory(), rank)
+    memory = engine.window_bytes or _share(_MEMORY_SHARE * _total_memory(), rank)
+    is_pinned = device.type == "cuda"
     if engine.scratch is None:
-        return Room(memory, None, 0)
+        return Room(memory, None, 0, is_pinned)
     folder = Path(engine.scratch).expanduser()
     if not folder.is_dir():
         raise RequestError(f"scratch: there is no folder {engine.scratch}; make it, or name one on a fast disk")
-    return Room(memory, folder, _share(_SCRATCH_SHARE * shutil.disk_usage(folder).free, rank))
+    return Room(memory, folder, _share(_SCRATCH_SHARE * shutil.disk_usage(folder).free, rank), is_pinned)
 
 
 def _share(n_bytes: float, rank: Rank) -> int:

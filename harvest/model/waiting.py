@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 
 from harvest.model.checkpoint import memory_of, read_into
+from harvest.model.device import host_empty
 from harvest.scratch import drop_from_cache, make_scratch_file, scratch_failing
 
 # Batches that may be on their way to their place at once.
@@ -40,11 +41,14 @@ class Waiting(ABC):
     def split(self, number: int, n_rows: int, other: int) -> None:
         """Make two batches of one: the first n_rows prompts keep the number, the rest take the other."""
 
+    def close(self) -> None:  # noqa: B027
+        """End the threads that move streams. A store without any has nothing to do."""
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        return None
+        self.close()
 
 
 class OnDevice(Waiting):
@@ -60,6 +64,17 @@ class OnDevice(Waiting):
     def put(self, number: int, stream_BSH: torch.Tensor) -> None:
         """Hold the stream."""
         self._streams[number] = stream_BSH
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no stream is held."""
+        return not self._streams
+
+    def move_to(self, other: Waiting) -> Waiting:
+        """Move all streams to another store, one at a time, and return that."""
+        for number in list(self._streams):
+            other.put(number, self._streams.pop(number))
+        return other
 
     def split(self, number: int, n_rows: int, other: int) -> None:
         """Two parts of one tensor."""
@@ -81,7 +96,7 @@ class _Moved(Waiting):
         self._going: dict[int, Future[None]] = {}
         self._order: deque[int] = deque()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
         self._fetchers.shutdown(cancel_futures=True)
         self._keepers.shutdown(cancel_futures=True)
 
@@ -102,18 +117,15 @@ class _Moved(Waiting):
         """Start the stream on its way out; where two are on their way already, the first is waited for."""
         while len(self._order) >= _WRITES:
             self._going[self._order.popleft()].result()
-        event = None
+        host, event = stream_BSH, None
         if self._is_cuda:
-            now = torch.cuda.current_stream(self._device)
-            self._out.wait_stream(now)
+            host = host_empty(stream_BSH.shape, stream_BSH.dtype, pinned=True)
+            event = torch.cuda.Event(blocking=True)
+            self._out.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._out):
-                host = torch.empty(stream_BSH.shape, dtype=stream_BSH.dtype, pin_memory=True)
                 host.copy_(stream_BSH, non_blocking=True)
                 stream_BSH.record_stream(self._out)
-                event = torch.cuda.Event()
                 event.record(self._out)
-        else:
-            host = stream_BSH
         self._going[number] = self._keepers.submit(self._keep_when_there, number, host, event)
         self._order.append(number)
 
@@ -121,8 +133,8 @@ class _Moved(Waiting):
         """After what is on its way has come to its place."""
         for going in self._going.values():
             going.result()
-        for coming in self._coming.values():
-            coming.result()
+        # A stream that could not be fetched for want of memory is fetched again.
+        wait(self._coming.values())
         self._coming.clear()
         self._halve(number, n_rows, other)
         if number in self._going:
@@ -135,7 +147,7 @@ class _Moved(Waiting):
         if not self._is_cuda:
             return host, None
         with torch.cuda.stream(self._in):
-            stream, event = host.to(self._device, non_blocking=True), torch.cuda.Event()
+            stream, event = host.to(self._device, non_blocking=True), torch.cuda.Event(blocking=True)
             event.record(self._in)
         return stream, event
 
@@ -186,13 +198,13 @@ class InFile(_Moved):
         self._file = make_scratch_file(folder, at)
         self._undropped = 0
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        super().__exit__(kind, error, trace)
+    def close(self) -> None:
+        super().close()
         self._file.close()
 
     def _load(self, number: int) -> torch.Tensor:
         at, shape = self._places[number]
-        host = torch.empty(shape, dtype=self._dtype, pin_memory=self._is_cuda)
+        host = host_empty(shape, self._dtype, self._is_cuda)
         memory = _bytes_of(host)
         with scratch_failing():
             if read_into(self._file.fileno(), at, memory) < len(memory):

@@ -8,7 +8,7 @@ import torch
 from harvest.errors import HarvestError, ModelError
 from harvest.model.blocks import find_blocks, find_decoder
 from harvest.model.describe import Description
-from harvest.model.device import Placement, free_memory_bytes
+from harvest.model.device import Placement, free_card_bytes, free_memory_bytes
 from harvest.model.load import class_and_config
 from harvest.model.tiny import tiny_model
 
@@ -53,7 +53,7 @@ def free_bytes(placement: Placement) -> int:
     if placement.limits is not None:
         return sum(placement.limits.values())
     if placement.device.type == "cuda":
-        return torch.cuda.mem_get_info(placement.device)[0]
+        return free_card_bytes(placement.device)
     return free_memory_bytes()
 
 

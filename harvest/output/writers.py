@@ -22,9 +22,11 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from harvest.input.plan import Piece, Window
 from harvest.input.tokens import Tokens
+from harvest.model.device import host_empty
 from harvest.output.folder import RunFolder
 from harvest.output.layout import ShardLayout
 from harvest.output.record import Fingerprint
@@ -47,17 +49,36 @@ def buffer_sizes(windows: Sequence[Window], layout: ShardLayout, window_bytes: i
 class WindowBuffers:
     """Memory for the captured rows of one window each; two where both fit the budget, else one."""
 
-    def __init__(self, windows: Sequence[Window], layout: ShardLayout, window_bytes: int | None, scratch: Path | None = None) -> None:
+    def __init__(
+        self,
+        windows: Sequence[Window],
+        layout: ShardLayout,
+        window_bytes: int | None,
+        scratch: Path | None = None,
+        pinned: bool = False,
+    ) -> None:
         """For window_bytes see `buffer_sizes`. scratch: a folder in which the buffers are files, mapped into memory; or None.
 
-        Raises StorageError where the folder's disk has no room for them.
+        pinned: pin the memory if the system allows it, so that a card copies into it without the host's help. `is_pinned` says whether
+        it did. Raises StorageError if the folder's disk has no room for the buffers.
         """
         count, largest = buffer_sizes(windows, layout, window_bytes)
         self._layout = layout
-        # Left untouched here: the system hands out the pages as rows arrive.
         self._free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
+        self.is_pinned = pinned and scratch is None
         for _ in range(count):
-            self._free.put(np.empty(largest, dtype=np.uint8) if scratch is None else map_scratch(scratch, largest))
+            if scratch is not None:
+                self._free.put(map_scratch(scratch, largest))
+                continue
+            # Pageable memory is left untouched here: the system provides its pages as rows arrive.
+            memory = host_empty([largest], torch.uint8, pinned)
+            self.is_pinned = self.is_pinned and memory.is_pinned()
+            self._free.put(memory.numpy())
+
+    @property
+    def has_free(self) -> bool:
+        """Whether `acquire` would return at once."""
+        return not self._free.empty()
 
     def acquire(self, n_tokens: int, check: Callable[[], None]) -> "WindowBuffer":
         """Wait for a free buffer; `check` is called now and then, and raises to give up waiting."""
@@ -161,7 +182,7 @@ class Writers:
     def submit(self, window: Window, buffer: WindowBuffer, skip: Callable[[int], bool], lowered: int | None = None) -> None:
         """Hand over a window whose rows are all in place; pieces of shards that `skip` names are left out.
 
-        lowered: the budget of a batch that the window came down to for lack of memory, which its shards' records say.
+        lowered: the batch budget that the window came down to for lack of memory, which is kept in the records of its shards.
         """
         self.check()
         for piece in window.pieces:

@@ -14,7 +14,7 @@ import torch
 import transformers
 from synthetic import Case, prompt_lengths
 
-from harvest.input.plan import make_plan
+from harvest.input.plan import Window, make_plan
 from harvest.input.tokens import Tokens
 from harvest.model.blocks import LoadedDecoder, find_blocks
 from harvest.model.capture import Capture
@@ -23,12 +23,13 @@ from harvest.model.device import Placement
 from harvest.model.sources import Source
 from harvest.output.codecs import default_codec
 from harvest.output.folder import RunFolder
-from harvest.output.writers import WindowBuffers, Writers
+from harvest.output.writers import WindowBuffer, Writers
 from harvest.prepare import Prepared, Settings
 from harvest.progress import Silent
 from harvest.request import HarvestRequest
 from harvest.stop import StopFlag
-from harvest.window import WindowReader
+from harvest.stream import make_buffers
+from harvest.window import WindowReader, read_windows
 
 _SEED = 20261201
 _SHARD_SIZE = 32
@@ -139,12 +140,9 @@ def capturing(prepared: Prepared, decoder: LoadedDecoder) -> Iterator[Capture]:
 def read_all(prepared: Prepared, decoder: LoadedDecoder) -> None:
     """Read every window to host memory, and write nothing."""
     windows = prepared.plan.windows
-    buffers = WindowBuffers(windows, prepared.layout, prepared.settings.window_bytes)
-    with WindowReader(prepared, decoder, Silent(), StopFlag()) as reader:
-        for window in windows:
-            buffer = buffers.acquire(window.n_tokens, lambda: None)
-            reader.read(window, buffer)
-            buffer.release()
+    buffers = make_buffers(prepared, windows)
+    with WindowReader(prepared, decoder, Silent(), StopFlag(), lambda _window, buffer, _lowered: buffer.release()) as reader:
+        read_windows(reader, buffers, windows, lambda: None)
 
 
 def read_and_write(prepared: Prepared, decoder: LoadedDecoder, folder: Path) -> float:
@@ -152,15 +150,16 @@ def read_and_write(prepared: Prepared, decoder: LoadedDecoder, folder: Path) -> 
     run = RunFolder(folder)
     run.make()
     windows = prepared.plan.windows
-    buffers = WindowBuffers(windows, prepared.layout, prepared.settings.window_bytes)
+    buffers = make_buffers(prepared, windows)
+
+    def submit(window: Window, buffer: WindowBuffer, lowered: int | None) -> None:
+        writers.submit(window, buffer, lambda _shard: False, lowered)
+
     with (
-        WindowReader(prepared, decoder, Silent(), StopFlag()) as reader,
         Writers(run, prepared.layout, prepared.tokens, prepared.fingerprint, lambda _n_bytes: None) as writers,
+        WindowReader(prepared, decoder, Silent(), StopFlag(), submit) as reader,
     ):
-        for window in windows:
-            buffer = buffers.acquire(window.n_tokens, writers.check)
-            lowered = reader.read(window, buffer)
-            writers.submit(window, buffer, lambda _shard: False, lowered)
+        read_windows(reader, buffers, windows, writers.check)
     return writers.busy_s
 
 

@@ -40,10 +40,11 @@ def check_copies(prepared: Prepared, decoder: LoadedDecoder, runs: int) -> dict[
 def _read(prepared: Prepared, decoder: LoadedDecoder, rows_LTW: Any) -> None:
     """The engine's own way, window by window, into rows for the whole run."""
     offsets = prepared.tokens.offsets
-    with WindowReader(prepared, decoder, Silent(), StopFlag()) as reader:
+    with WindowReader(prepared, decoder, Silent(), StopFlag(), lambda *_: None) as reader:
         for window in prepared.plan.windows:
             place = rows_LTW[:, int(offsets[window.first]) : int(offsets[window.end])]
             reader.read(window, WindowBuffer(place, lambda: None))
+        reader.finish()
 
 
 def _bits(rows_LTW: Any) -> Any:

@@ -133,8 +133,8 @@ def slow_batches(_folder: Path, pause_s: float) -> None:
 
     read = Capture.read
 
-    def slowly(self: Capture, prompts: Any) -> Any:
+    def slowly(self: Capture, prompts: Any, *arguments: Any) -> Any:
         time.sleep(pause_s)
-        return read(self, prompts)
+        return read(self, prompts, *arguments)
 
     Capture.read = slowly  # type: ignore[method-assign]

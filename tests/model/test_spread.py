@@ -100,9 +100,10 @@ def test_limits_in_bytes() -> None:
 def test_the_cards_that_a_run_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     # No card is here; what is asked of torch is how many there are, and what is free on each.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: ((card + 1) * 100, 1000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (card.index * 100 + 60, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _card: 70)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _card: 30)
     engine = harvest.Engine(device_map="auto", max_memory="cuda:1=7,cpu=50")
     assert place(engine, torch.device("cuda")) == Placement(torch.device("cuda", 0), {0: 80, 1: 7, 2: 240, "cpu": 50})
     assert place(engine, torch.device("cuda", 1)) == Placement(torch.device("cuda", 1), {1: 7, "cpu": 50})
-    assert place(engine, torch.device("cuda")).cards == 3
     assert place(harvest.Engine(), torch.device("cuda", 2)) == Placement(torch.device("cuda", 2))
