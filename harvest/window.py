@@ -120,14 +120,12 @@ class WindowReader:
                 batches = deque(plan.cut(sorted(prompt for batch in batches for prompt in batch), self._budget))
                 continue
             batches.popleft()
-            is_last = not batches
-            self._in_flight.append((arrival, partial(self._finish_batch, reading, batch, is_last and reading.staged is None)))
-            if is_last and reading.staged is not None:
-                whole = Places([(0, 0, window.n_tokens)])
-                arrival = self._transfer.start(reading.staged, reading.target_LTW, whole)
-                self._in_flight.append((arrival, partial(self._finish_staged, reading)))
-                reading.staged = None
-            self._finish_to(1 + is_last)
+            self._in_flight.append((arrival, partial(self._finish_batch, reading, batch, not batches and reading.staged is None)))
+            self._finish_to(1)
+        if reading.staged is not None:
+            whole = Places([(0, 0, window.n_tokens)])
+            self._in_flight.append((self._transfer.start(reading.staged, reading.target_LTW, whole), partial(self._finish_staged, reading)))
+            reading.staged = None
 
     def finish(self) -> None:
         """Wait until all that was started is read."""

@@ -24,6 +24,7 @@ from harvest.model.plain import mean_error, tolerance
 from harvest.reading.verify import verify
 
 HERE = Path(__file__).parent
+SIMULATOR = sys.modules.get("fakecuda")
 # Lengths from 1 to 120 tokens of the byte tokenizer, unsorted, each often enough for several batches and windows.
 PROMPTS = [text * (1 + number % 3) for number in range(4) for text in ("ab", "once upon a time ", "x" * 40, "é", "The cat sat. " * 2)]
 
@@ -83,7 +84,7 @@ class Card:
 @pytest.fixture
 def card() -> Iterator[Card]:
     """The card, as it was found when the test ends."""
-    simulator = sys.modules.get("fakecuda")
+    simulator = SIMULATOR
     before = (simulator.MODE, simulator.DEVICES, simulator.BYTES) if simulator is not None else None
     torch.cuda.set_device(0)
     yield Card(simulator)
@@ -95,6 +96,20 @@ def card() -> Iterator[Card]:
     else:
         torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.set_device(0)
+
+
+@pytest.fixture(autouse=True)
+def _within_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go around what a simulated card lacks.
+
+    transformers reserves memory before it loads a model, all but 1.2 GiB of a card, and the cards of some tests have less. And the CPU's
+    kernels, which the simulator runs, do not count integers (torch.histc).
+    """
+    if SIMULATOR is None:
+        return
+    monkeypatch.setattr("transformers.modeling_utils.caching_allocator_warmup", lambda *_arguments: None)
+    count = torch.histc
+    monkeypatch.setattr(torch, "histc", lambda values, **bins: count(values.float(), **bins).to(values.dtype))
 
 
 @pytest.fixture(scope="session")
@@ -109,23 +124,23 @@ def asking(model: Path | str, **fields: Any) -> harvest.HarvestRequest:
 
 
 # Many small windows of many small batches.
-SMALL = {"device": "cuda", "compute_dtype": "float32", "batch_tokens": 160, "window_tokens": 400}
+IN_PIECES = {"device": "cuda", "compute_dtype": "float32", "batch_tokens": 160, "window_tokens": 400}
 
 
 def settings(**changes: Any) -> harvest.Engine:
     """An engine on the card."""
-    return harvest.Engine(**SMALL | changes)
+    return harvest.Engine(**IN_PIECES | changes)
 
 
 @pytest.fixture
 def held_against_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: Card) -> Callable[..., Notes]:
     """Run a request on the card and on the CPU, in the same batches, and compare. Returns what the run on the card noted."""
 
-    def check(request: harvest.HarvestRequest, engine: harvest.Engine, folder: Path | None = None) -> Notes:
+    def check(request: harvest.HarvestRequest, engine: harvest.Engine, folder: Path | None = None, exact: bool = True) -> Notes:
         folder, notes = folder or tmp_path / "card", Notes()
         if not folder.exists():
             assert harvest.run(request, folder, engine, notes).status == "done"
-        compare_with_cpu(folder, request, engine, tmp_path / f"{folder.name}-cpu", monkeypatch, card.is_simulated)
+        compare_with_cpu(folder, request, engine, tmp_path / f"{folder.name}-cpu", monkeypatch, exact and card.is_simulated)
         return notes
 
     return check
@@ -154,7 +169,9 @@ def agree(folder: Path, other: Path, exact: bool, allowed: float | None = None) 
         return
     one, two = harvest.open(folder), harvest.open(other)
     stored = str(two.manifest.dtype)
-    allowed = allowed or tolerance(stored if stored in ("float16", "bfloat16") else "float32", one.manifest.local["engine"]["compute_dtype"])
+    allowed = allowed or tolerance(
+        stored if stored in ("float16", "bfloat16") else "float32", one.manifest.local["engine"]["compute_dtype"]
+    )
     for prompt in range(one.n_prompts):
         assert one.token_ids(prompt).tolist() == two.token_ids(prompt).tolist()
         for ours, theirs in zip(one.prompt(prompt).double(), two.prompt(prompt).double(), strict=True):

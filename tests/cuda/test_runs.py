@@ -77,7 +77,7 @@ def test_half_types_are_computed(compute_dtype: str, llama: Path, held_against_c
 @pytest.mark.parametrize("weights", ["resident", "stream"])
 def test_projections(weights: str, llama: Path, held_against_cpu: Callable[..., Notes], tmp_path: Path) -> None:
     np.save(tmp_path / "directions.npy", np.random.default_rng(0).standard_normal((3, 32)).astype(np.float32))
-    request = asking(llama, project_onto=read_directions(tmp_path / "directions.npy"))
+    request = asking(llama, project_onto=read_directions(str(tmp_path / "directions.npy")))
     held_against_cpu(request, settings(weights=weights))
 
 
@@ -92,7 +92,8 @@ FAMILIES: dict[str, Any] = {
 @pytest.mark.parametrize("weights", ["resident", "stream"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families(family: str, weights: str, save_model: Any, held_against_cpu: Callable[..., Notes]) -> None:
-    held_against_cpu(asking(save_model(FAMILIES[family])), settings(weights=weights))
+    # The simulator's layer norm is another of the CPU's kernels, and rounds otherwise.
+    held_against_cpu(asking(save_model(FAMILIES[family])), settings(weights=weights), exact=family != "gpt2")
 
 
 @pytest.mark.parametrize("way", ["staged", "run by run", "through a pinned buffer", "nothing pinned"])
@@ -101,9 +102,7 @@ def test_each_way_of_rows_to_host_memory(
 ) -> None:
     staged = []
     stage = harvest.window.WindowReader._stage
-    monkeypatch.setattr(
-        harvest.window.WindowReader, "_stage", lambda self, target: staged.append(found := stage(self, target)) or found
-    )
+    monkeypatch.setattr(harvest.window.WindowReader, "_stage", lambda self, target: staged.append(found := stage(self, target)) or found)
     if way == "run by run":
         monkeypatch.setattr(harvest.window, "_STAGED_SHARE", 0)
     host_empty = devices.host_empty
@@ -137,12 +136,12 @@ def test_streams_between_two_blocks(
 
 def test_weights_over_two_cards(llama: Path, card: Card, held_against_cpu: Callable[..., Notes]) -> None:
     card.need(2)
-    notes = held_against_cpu(asking(llama), settings(device_map="auto", max_memory="cuda:0=90KB,cuda:1=1GB,cpu=0"))
+    notes = held_against_cpu(asking(llama), settings(device_map="auto", max_memory="cuda:0=150KB,cuda:1=1GB,cpu=0"))
     assert any("on cuda:0" in note and "on cuda:1" in note for note in notes.said), notes.said
 
 
 def test_weights_on_a_card_and_the_host(llama: Path, card: Card, held_against_cpu: Callable[..., Notes]) -> None:
-    notes = held_against_cpu(asking(llama), settings(device="cuda:0", device_map="auto", max_memory="cuda:0=90KB,cpu=1GB"))
+    notes = held_against_cpu(asking(llama), settings(device="cuda:0", device_map="auto", max_memory="cuda:0=150KB,cpu=1GB"))
     assert any("on cuda:0" in note and "on cpu" in note for note in notes.said), notes.said
 
 
@@ -154,7 +153,7 @@ def test_two_ranks_take_a_card_each(llama: Path, card: Card, held_against_cpu: C
         "run", "--model", llama, "--prompts", prompts, "--layers", "all", "--shard-size", "4", "--out", tmp_path / "card",
         "--compute-dtype", "float32", "--batch-tokens", "160", "--window-tokens", "400",
     )  # fmt: skip
-    launcher = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "FAKECUDA_DEVICES": "2"}
+    launcher = {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "FAKECUDA_DEVICES": "2"}
     env = [{**os.environ, **launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     run_all([command, command], env)
     held_against_cpu(asking(llama), settings(), tmp_path / "card")
@@ -209,9 +208,7 @@ def test_a_plan_says_what_the_run_takes(llama: Path, tmp_path: Path) -> None:
             assert plan.buffer_bytes == 1 << (rows - 1).bit_length()
 
 
-def test_a_stopped_run_is_finished_by_the_same_command(
-    llama: Path, held_against_cpu: Callable[..., Notes], tmp_path: Path
-) -> None:
+def test_a_stopped_run_is_finished_by_the_same_command(llama: Path, held_against_cpu: Callable[..., Notes], tmp_path: Path) -> None:
     class Stops(Silent):
         def __init__(self) -> None:
             self.flag, self.n_told = StopFlag(), 0
