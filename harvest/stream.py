@@ -292,13 +292,24 @@ class StreamReader:
         check_range(batch.prompts, arrival.wait(), way.window, way.buffer, self._prepared, layer)
 
     def _halve(self, way: _Pass, place: int) -> None:
-        """Make two batches of one that did not fit, each as wide as it was: the streams in the store are."""
-        batch = way.batches[place]
+        """Make two batches of one that did not fit, and of each after it that is larger than what is left of the batch budget."""
+        batch, plan = way.batches[place], self._prepared.plan
         check_divisible(batch.prompts, self._prepared)
         n_kept, width = (len(batch.prompts) + 1) // 2, batch.ids_BS.shape[1]
-        way.lowered = min(self._prepared.plan.footprint(n_kept, width), way.lowered or self._prepared.plan.batch_tokens)
-        self._reporter.note(say_lowered(batch.prompts, way.lowered))
-        other = len(way.batches)
+        if way.lowered is None or plan.footprint(len(batch.prompts), width) <= way.lowered:
+            way.lowered = plan.footprint(n_kept, width)
+            self._reporter.note(say_lowered(batch.prompts, way.lowered))
+        self._split(way, place)
+        while place < len(way.batches):
+            if len(way.batches[place].prompts) > 1 and plan.footprint(*way.batches[place].ids_BS.shape) > way.lowered:
+                self._split(way, place)
+            else:
+                place += 1
+
+    def _split(self, way: _Pass, place: int) -> None:
+        """Make two batches of one, each as wide as it was: the streams in the store are."""
+        batch, other = way.batches[place], len(way.batches)
+        n_kept, width = (len(batch.prompts) + 1) // 2, batch.ids_BS.shape[1]
         way.batches[place : place + 1] = [
             self._batch(batch.number, batch.prompts[:n_kept], way.window, width),
             self._batch(other, batch.prompts[n_kept:], way.window, width),

@@ -99,11 +99,8 @@ class Feed:
         self.wait_s += time.monotonic() - started
         self._current, filled = found
         if filled is not None:
-            now = torch.cuda.current_stream(self._device)
-            now.wait_event(filled)
-            for tensor in self._weights.weights(self._current):
-                # The memory was asked for on the feed's stream, and must not be given out there before this one has used it.
-                tensor.record_stream(now)
+            # The block's memory belongs to the prefetcher's stream, which waits for the event of `_give_back` before it uses it again.
+            torch.cuda.current_stream(self._device).wait_event(filled)
         return self._current
 
     def _give_back(self) -> None:

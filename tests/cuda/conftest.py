@@ -112,6 +112,13 @@ def _within_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "histc", lambda values, **bins: count(values.float(), **bins).to(values.dtype))
 
 
+@pytest.fixture
+def once() -> None:
+    """Skip a test under all schedules of a simulated card but the first: its result does not depend on them."""
+    if SIMULATOR is not None and SIMULATOR.MODE != "lazy":
+        pytest.skip("runs under the schedule lazy alone")
+
+
 @pytest.fixture(scope="session")
 def llama(save_model: Any) -> Path:
     """A Llama of four blocks with random weights, in float32."""
