@@ -10,6 +10,7 @@ import torch
 
 from harvest.begin import look, prepare_in
 from harvest.errors import FolderError
+from harvest.model.device import free_memory_bytes
 from harvest.model.start_token import about_token
 from harvest.model.weigh import build, free_bytes
 from harvest.output.folder import RunFolder
@@ -30,8 +31,8 @@ class Forecast:
 
     padding: padded tokens for each real one. rows_bytes: of the captured rows before the codec. most_bytes: that the run may still write,
         where its codec gains nothing. free_bytes: on the disk of the folder.
-    weight_bytes: of the needed blocks and what stands beside them, on the device. buffer_bytes: of host memory for captured rows and
-        waiting streams.
+    weight_bytes: of the needed blocks and what stands beside them, on the device. buffer_bytes: of host memory for captured rows, and for
+        streams between two blocks and pieces of weights where blocks are streamed. For a card it is pinned, in powers of two of bytes.
     streamed: whether blocks are read from the files once a window; weight_read_bytes: by all windows that are left; scratch_bytes: in the
         scratch folder at once.
     seconds: by an earlier run of this model on this machine, or None where there was none.
@@ -78,6 +79,7 @@ class Forecast:
         """The forecast to read."""
         done = f", {self.n_shards_done} of them finished already" if self.n_shards_done else ""
         time = "unknown: this machine keeps no run of this model" if self.seconds is None else f"about {duration(self.seconds)}"
+        pinned = ", pinned" if self.device.startswith("cuda") else ""
         rows: list[tuple[str, Any]] = [
             ("run folder", self.folder),
             ("model", f"{self.model}, {len(self.layers)} layers up to {self.layers[-1]}, {self.contents}"),
@@ -90,7 +92,7 @@ class Forecast:
             ("disk", f"{size(self.free_bytes)} free"),
             ("weights", f"{size(self.weight_bytes)} as {self.compute_dtype} on {self.device}, {size(self.device_free_bytes)} free there"),
             *([("streamed", f"{size(self.weight_read_bytes)} of weights to read, each block once a window")] if self.streamed else []),
-            ("host memory", f"{size(self.buffer_bytes)} for captured rows{' and waiting streams' if self.streamed else ''}"),
+            ("host memory", f"{size(self.buffer_bytes)} for captured rows{' and waiting streams' if self.streamed else ''}{pinned}"),
             *([("scratch", size(self.scratch_bytes))] if self.scratch_bytes else []),
             ("time", time),
             *(("problem", problem) for problem in self.problems),
@@ -158,12 +160,20 @@ def forecast(
         weight_read_bytes=n_read,
         scratch_bytes=in_scratch,
         seconds=None if seconds is None else round(seconds, 1),
-        problems=_problems(prepared, folder, on_disk, free, weights, device_free, in_scratch, reporter),
+        problems=_problems(prepared, folder, on_disk, free, weights, device_free, in_memory, in_scratch, reporter),
     )
 
 
 def _problems(
-    prepared: Prepared, folder: RunFolder, on_disk: int, free: int, weights: int, device_free: int, scratch: int, reporter: Reporter
+    prepared: Prepared,
+    folder: RunFolder,
+    on_disk: int,
+    free: int,
+    weights: int,
+    device_free: int,
+    in_memory: int,
+    scratch: int,
+    reporter: Reporter,
 ) -> list[str]:
     found = []
     try:
@@ -173,6 +183,8 @@ def _problems(
         found.append(str(error))
     if on_disk > free:
         found.append(f"the run may have {size(on_disk)} on the disk of {folder.path}, which has {size(free)} free")
+    if in_memory > (free_memory := free_memory_bytes()):
+        found.append(f"the run takes {size(in_memory)} of host memory, and {size(free_memory)} are free. Lower --window-bytes")
     room = prepared.room
     if room is not None and room.scratch is not None and scratch > shutil.disk_usage(room.scratch).free:
         found.append(f"the run puts {size(scratch)} into {room.scratch}, which has {size(shutil.disk_usage(room.scratch).free)} free")

@@ -51,11 +51,12 @@ class Settings:
     device_map: str
     weights: Literal["resident", "stream"] = "resident"
     window_tokens: int | None = None
+    compile: bool = False
     card: CardCosts | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values. Without a card there is no such key, as in runs of versions that knew none."""
-        return {name: value for name, value in asdict(self).items() if name != "card" or value is not None}
+        """Return the settings as plain values. What is not used, of those that came later, has no key, as in runs of earlier versions."""
+        return {name: value for name, value in asdict(self).items() if name not in ("compile", "card") or value}
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,9 @@ def _resolve(
     store_dtype = auto_store if engine.store_dtype == "auto" else engine.store_dtype
     compute_dtype = auto_dtype if engine.compute_dtype == "auto" else engine.compute_dtype
     weights = choose_weights(engine, placement, description, layers[-1] + 1, compute_dtype, reporter.note)
+    if engine.compile and (weights == "stream" or engine.device_map != "none"):
+        way = "are streamed block by block" if weights == "stream" else "are spread over devices"
+        raise RequestError(f"compile: it needs all weights on one device, and here they {way}. Leave --compile out.")
     width = description.hidden_size if directions_DH is None else len(directions_DH)
     token_bytes = len(layers) * width * getattr(torch, store_dtype).itemsize
     text = description.config.get_text_config(decoder=True)
@@ -269,6 +273,7 @@ def _resolve(
         window_bytes=window_bytes,
         device_map=engine.device_map,
         weights=weights,
+        compile=engine.compile,
         card=card,
     )
 

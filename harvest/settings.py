@@ -80,6 +80,10 @@ class Engine(BaseModel):
     scratch: str | None = Field(
         default=None, min_length=1, description="A folder for what does not fit host memory while blocks are streamed."
     )
+    compile: bool = Field(
+        default=False,
+        description="Compile the decoder blocks with torch.compile, once the values are seen to agree with the uncompiled model.",
+    )
     check: bool = Field(default=False, description="Before a run, read two of its prompts in a batch and alone, and compare.")
     allow_nonfinite: bool = Field(default=False, description="Store NaN and inf where the model computes them, and count them.")
 

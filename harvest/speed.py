@@ -73,4 +73,6 @@ def _path(prepared: Prepared) -> Path:
     key = [description.repository, description.revision, adapter, name, settings.compute_dtype, settings.attention, settings.device_map]
     if settings.weights == "stream":
         key.append(settings.weights)
+    if settings.compile:
+        key.append("compile")
     return cache_folder() / "speeds" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.json"

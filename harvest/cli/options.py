@@ -83,6 +83,7 @@ _ENGINE = [
     ),
     _engine("--window-tokens", type=int, metavar="N", help="The most tokens of a window. [default: by --window-bytes, or by the room]"),
     _engine("--scratch", metavar="DIR", help="With streamed weights: a folder for what does not fit host memory, for larger windows."),
+    _engine("--compile", is_flag=True, default=None, help="Compile the decoder blocks with torch.compile, and check them."),
     _engine("--check", is_flag=True, default=None, help="First read two prompts in a batch and alone, and compare every layer."),
     _engine("--allow-nonfinite", is_flag=True, default=None, help="Store NaN and inf where the model computes them, and count them."),
     *_LOADING,

@@ -190,10 +190,10 @@ def naming_failures(device: torch.device, advice: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         if is_out_of_memory(error):
-            raise DeviceError(f"device: {device} ran out of memory ({reason}). {advice}. Finished shards stay.") from error
+            raise DeviceError(f"device: {device} ran out of memory ({reason}). {advice}.") from error
         if is_failure(error):
             raise DeviceError(
-                f"device: {device} failed ({reason}). Finished shards stay. "
+                f"device: {device} failed ({reason}). "
                 "Check the card (nvidia-smi, the kernel log), then run the same command again in a new process."
             ) from error
         raise

@@ -18,7 +18,7 @@ from harvest.contract import Manifest
 from harvest.errors import ModelError, NotARunError, RequestError
 from harvest.model.blocks import LoadedDecoder
 from harvest.model.describe import Description, describe
-from harvest.model.device import place, resolve_device
+from harvest.model.device import naming_failures, place, resolve_device
 from harvest.model.load import load_decoder
 from harvest.model.plain import read_plain, tolerance
 from harvest.model.start_token import start_token_id
@@ -102,10 +102,11 @@ class Rereading:
         manifest = self._run.manifest
         attention = (manifest.local or {}).get("engine", {}).get("attention", "auto")
         dtype = getattr(torch, self._compute_dtype)
-        decoder = load_decoder(self._description, self._placement, dtype, self._description.n_layers, attention)
         prompts = spread(self._run.n_prompts, n_prompts)
-        for prompt in prompts:
-            findings += self._check_prompt(prompt, decoder)
+        with naming_failures(self._device, "Pass --device cpu, or --device-map auto"):
+            decoder = load_decoder(self._description, self._placement, dtype, self._description.n_layers, attention)
+            for prompt in prompts:
+                findings += self._check_prompt(prompt, decoder)
         rows = [tally.figures(layer) for layer, tally in zip(self._run.layers, self._tallies, strict=True) if tally.n_tokens]
         allowed = tolerance(manifest.dtype, self._compute_dtype)
         findings += _judge(rows, allowed, manifest)

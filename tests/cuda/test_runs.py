@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import LLAMA_LIKE, SMALL, Notes
+from conftest import LLAMA_LIKE, SMALL, Notes, wait_for
 
 import harvest
 import harvest.stream
@@ -21,6 +21,7 @@ from harvest.forecast import forecast
 from harvest.input.directions import read_directions
 from harvest.model import device as devices
 from harvest.model.waiting import InFile, InMemory, OnDevice
+from harvest.output.folder import RunFolder
 from harvest.progress import Silent
 from harvest.stop import StopFlag
 
@@ -224,3 +225,25 @@ def test_a_stopped_run_is_finished_by_the_same_command(llama: Path, held_against
             harvest.run(asking(llama), folder, settings(weights=weights), stops, stops.flag)
         assert harvest.run(asking(llama), folder, settings(weights=weights)).status == "done"
         held_against_cpu(asking(llama), settings(weights=weights), folder)
+
+
+def test_a_killed_run_is_finished_by_the_same_command(
+    llama: Path, card: Card, held_against_cpu: Callable[..., Notes], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f"{json.dumps(text)}\n" for text in PROMPTS * 20))
+    command = card.command(
+        "run", "--model", llama, "--prompts", prompts, "--layers", "all", "--shard-size", "4", "--out", tmp_path / "card",
+        "--compute-dtype", "float32", "--batch-tokens", "160", "--window-tokens", "400",
+    )  # fmt: skip
+    folder = RunFolder(tmp_path / "card")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: process.poll() is not None or folder.recorded())
+        assert process.poll() is None, process.communicate()[1]
+    finally:
+        process.kill()
+        process.communicate()
+    assert not folder.has(folder.manifest)
+    run_all([command], [dict(os.environ)])
+    held_against_cpu(asking(llama, prompts=PROMPTS * 20), settings(), folder.path)
