@@ -47,7 +47,7 @@ class Engine(BaseModel):
     context_length: int | None = Field(default=None, ge=2, description="Tokens of context; a prompt keeps its first context - 1.")
     batch_tokens: int | None = Field(default=None, ge=1, description="Padded tokens of one forward pass.")
     window_bytes: int | None = Field(
-        default=None, ge=1, description="Host memory for captured rows, in bytes. Left out: 2 GiB, and on a card up to 8 GiB."
+        default=None, ge=1, description="Host memory for captured rows, in bytes. Left out: 2 GiB, and on a card up to 16 GiB."
     )
     revision: str | None = Field(default=None, min_length=1, description="A branch, tag or commit of a model on the Hub. Left out: main.")
     start_token: Annotated[str, AfterValidator(_check_start_token)] = Field(

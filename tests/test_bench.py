@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from conftest import tiny_request
 
 import harvest
 from harvest.model import tiny
+from harvest.output.folder import RunFolder
 
 BENCH = Path(__file__).parent.parent / "scripts" / "bench"
 
@@ -246,52 +249,227 @@ def test_scaling_measures_the_command(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "| 40 |" in capsys.readouterr().out
 
 
-def test_gpu_runs_the_same_way_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+GPU_ON_A_CPU = [
+    *("--device", "cpu", "--shape", "small", "--batch-tokens", "128", "--window-bytes", "65536", "--case-s", "0.02", "--gb", "0.003"),
+    *("--ceiling-s", "0.001", "--copy-mib", "1", "--disk-mib", "1", "--race-runs", "2", "--race-tokens", "2000"),
+]
+GPU_CASES = ("quartile layers", "all layers", "64 projections")
+
+
+def gpu(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Run the bench of one card on the CPU; answers its exit code and its JSON."""
     file = tmp_path / "gpu.json"
-    arguments = ["--device", "cpu", "--shape", "small", "--batch-tokens", "128", "--rounds", "2", "--case-s", "0.02", "--gb", "0.0005"]
-    arguments += ["--ceiling-s", "0.001", "--copy-mib", "1", "--disk-mib", "1", "--race-runs", "20", "--race-tokens", "300"]
-    arguments += ["--out", str(tmp_path / "work"), "--json", str(file)]
-    assert module("gpu").main(arguments) == 0
+    arguments = (*GPU_ON_A_CPU, *arguments, "--out", str(tmp_path / "work"), "--json", str(file))
+    code = module("gpu").main(list(arguments))
     measured = json.loads(file.read_text())
     check_head(measured, "gpu", *arguments)
-    assert (measured["card"], measured["n_layers"], measured["left_out"]) == (None, 4, [])
-    race = measured["race"]
-    assert (race["differing_values"], race["is_sound"], race["values"]) == ([0] * 20, True, 4 * 300 * 64)
-    assert race["batches"] > 3
-    ways = ("bare", "read", "written")
-    expected = [(case, way) for case in ("quartile layers", "all layers", "64 projections") for way in ways]
-    assert [(entry["case"], entry["way"]) for entry in measured["summary"]] == expected
-    assert len(measured["measurements"]) == 2 * len(expected)
-    for entry in measured["measurements"]:
-        assert entry["tokens"] > 0
-        assert (entry.get("stored_bytes", 0) > 0) == (entry["way"] == "written")
     assert not list((tmp_path / "work").iterdir())
-    assert "0 of 20 runs differ" in capsys.readouterr().out
+    return code, measured
 
 
-def test_the_check_of_copies_finds_a_buffer_that_is_used_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OneBuffer(module("harvest.model.transfer").Transfer):
-        """A transfer that forgets to take its buffers in turn: a batch overwrites the one before, which was not read yet."""
+def test_gpu_runs_the_same_way_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, measured = gpu(tmp_path, "--rounds", "2")
+    assert (code, measured["card"], measured["n_layers"], measured["left_out"], measured["failed"]) == (0, None, 4, [], {})
+    ways = ("written", "bare", "read")
+    assert [(entry["case"], entry["way"]) for entry in measured["summary"]] == [(case, way) for case in GPU_CASES for way in ways]
+    # The written runs of a round come first.
+    one_round = [(case, way) for way in ways for case in GPU_CASES]
+    assert [(entry["case"], entry["way"]) for entry in measured["measurements"]] == 2 * one_round
+    tokens = {plan["case"]: plan["tokens"] for plan in measured["plans"]}
+    for entry in measured["measurements"]:
+        assert entry["seconds"] > 0
+        if entry["way"] == "bare":
+            assert 0 < entry["tokens"] <= tokens[entry["case"]]
+            continue
+        assert entry["tokens"] == tokens[entry["case"]]
+        if entry["way"] == "written":
+            assert entry["stored_bytes"] > 0
+            assert (entry["check"]["findings"], entry["check"]["worst_error"], entry["check"]["allowed_error"]) == ([], 0, 0)
+            assert entry["check"]["prompts"] > 0
+    for plan in measured["plans"]:
+        assert plan["padding"] >= 1
+        assert plan["mean_batch_tokens"] == plan["tokens"] / plan["batches"]
+        assert plan["windows"] <= plan["batches"]
+    several, single = measured["race"]
+    assert [race["differing_values"] for race in measured["race"]] == [[0, 0], [0, 0]]
+    assert several["windows"] < several["batches"]
+    assert single["windows"] == single["batches"]
+    assert {entry["backend"] for entry in measured["attention"]} == {"FLASH_ATTENTION", "MATH"}
+    page = capsys.readouterr().out
+    assert page.strip() == module("report").render(measured).strip()
+    assert "| quartile layers | stored and verified |" in page
+    assert "left out; there is no card" in page
 
-        buffer = torch.empty(1 << 20, dtype=torch.bfloat16)
 
-        def start(self, captured: Any) -> Any:
-            arrival = super().start(captured)
-            shared = self.buffer[: arrival._rows.numel()].view(arrival._rows.shape)
-            arrival._rows = shared.copy_(arrival._rows)
-            return arrival
+def test_gpu_leaves_out_what_there_is_no_time_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, measured = gpu(tmp_path, "--budget-s", "0")
+    assert (code, measured["measurements"], measured["failed"]) == (0, [], {})
+    assert measured["left_out"] == [*(f"warm-up: {case}" for case in GPU_CASES), "ceilings", "attention", "profile", "race"]
+    assert "Left out for lack of time: warm-up: quartile layers; " in capsys.readouterr().out
 
-    engine, race = module("engine"), module("race")
+
+def test_gpu_says_wrong_values_and_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no attention here\nat all")
+
+    monkeypatch.setattr("harvest.window.Capture", torn_capture())
+    monkeypatch.setattr("gpu.measure_attention", fail)
+    code, measured = gpu(tmp_path, "--rounds", "1")
+    assert code == 1
+    assert measured["failed"] == {"attention": "RuntimeError: no attention here"}
+    # What comes after a failure is measured.
+    assert not any(race["is_sound"] for race in measured["race"])
+    page = capsys.readouterr().out
+    assert "| quartile layers | **WRONG** |" in page
+    assert "**WRONG VALUES: quartile layers: prompt 0 differs from a second reading by " in page
+    assert "**FAILED: attention** (RuntimeError: no attention here)" in page
+
+
+def test_gpu_shows_what_only_a_card_has(tmp_path: Path) -> None:
+    _, measured = gpu(tmp_path, "--budget-s", "0")
+    measured |= {"card": {"name": "a card", "memory_bytes": 8e9}, "attention": [], "profile": None}
+    measured["attention"] = [
+        {"length": 512, "rows": 32, "backend": "FLASH_ATTENTION", "flop_s": 2e12},
+        {"length": 512, "rows": 32, "backend": "CUDNN_ATTENTION", "reason": "it is off"},
+        {"length": 2048, "rows": 8, "backend": "FLASH_ATTENTION", "flop_s": 3e12},
+        {"length": 2048, "rows": 8, "backend": "CUDNN_ATTENTION", "reason": "it is off"},
+    ]
+    measured["profile"] = {
+        "batches": 2, "launches_per_batch": 600.0, "waits_per_batch": {"cudaEventSynchronize": 1.5}, "idle_share": 0.25,
+        "kernel_shares": {"gemm": 0.9},
+    }  # fmt: skip
+    page = module("report").render(measured)
+    assert "## One card: a card, 8.00 GB" in page
+    assert "| 512 | 2.00 | not available |" in page
+    assert page.count("Not available: CUDNN_ATTENTION: it is off") == 1
+    assert "600 kernel launches a batch" in page
+    assert "cudaEventSynchronize 1.50; no kernel runs in 25.0% of the time" in page
+
+
+def test_idle_share_counts_overlapping_kernels_once() -> None:
+    idle_share = module("profiling").idle_share
+    assert idle_share([(0, 10)]) == 0
+    assert idle_share([(0, 10), (10, 20)]) == 0
+    assert idle_share([(15, 20), (0, 10)]) == 0.25
+    # One within another, and one that begins before the other ends.
+    assert idle_share([(0, 10), (2, 4), (8, 12), (18, 20)]) == pytest.approx(0.3)
+    assert idle_share([(5, 5)]) == 0
+
+
+def test_a_profile_counts_launches_waits_and_kernels_of_the_reading() -> None:
+    profiling = module("profiling")
+
+    def event(kind: str, name: str, start: float, end: float) -> Any:
+        return SimpleNamespace(name=name, device_type=SimpleNamespace(name=kind), time_range=SimpleNamespace(start=start, end=end))
+
+    events = [
+        event("CPU", profiling._RANGE, 100, 200),
+        event("CPU", "cudaLaunchKernel", 50, 51),
+        *(event("CPU", "cudaLaunchKernel", start, start + 1) for start in (110, 120, 130)),
+        event("CPU", "cudaLaunchKernelExC", 140, 141),
+        event("CPU", "cudaMemcpyAsync", 150, 151),
+        event("CPU", "cudaMemcpy", 152, 153),
+        event("CPU", "cudaEventSynchronize", 160, 180),
+        event("CPU", "cudaEventSynchronize", 181, 182),
+        event("CPU", "cudaDeviceSynchronize", 300, 310),
+        event("CPU", "aten::mm", 110, 112),
+        event("CUDA", profiling._RANGE, 100, 200),
+        event("CUDA", "Memcpy DtoH (Device -> Pinned)", 140, 190),
+        event("CUDA", "gemm", 120, 150),
+        event("CUDA", "norm", 160, 170),
+    ]
+    found = profiling.count_events(events, 2)
+    assert (found["launches_per_batch"], found["waits_per_batch"]) == (2, {"cudaEventSynchronize": 1, "cudaMemcpy": 0.5})
+    assert found["idle_share"] == pytest.approx(0.2)
+    assert found["kernel_shares"] == {"gemm": 0.75, "norm": 0.25}
+    assert "reason" in profiling.count_events(events[:-2], 2)
+
+
+def test_an_attention_backend_that_is_not_there_has_a_reason_of_one_line() -> None:
+    attention = module("attention")
+    heads = torch.randn(1, 2, 8, 16)
+    found = attention._measure_one("CUDNN_ATTENTION", heads, heads, heads, 1.0, 0.0)
+    assert found["reason"]
+    assert "\n" not in found["reason"]
+    said = ["Memory efficient kernel not used because: (Triggered internally at x)", "It needs equal heads. (Triggered internally at y)"]
+    assert attention._reason(RuntimeError("No available kernel."), said) == "It needs equal heads."
+    assert attention._reason(RuntimeError("No available kernel.\nAborting."), []) == "No available kernel."
+
+
+def torn_capture() -> Any:
+    """A class of captures that write each batch's first rows over those of the batch before, as a buffer used too early would."""
+
+    class Torn(module("harvest.model.capture").Capture):
+        before: Any = None
+
+        def read(self, prompts: Any, order: Any = None, rows_LTW: Any = None, places: Any = None) -> Any:
+            captured = super().read(prompts, order, rows_LTW, places)
+            _, place, _ = places.runs[0]
+            if self.before is not None:
+                self.before.copy_(captured.rows_LTW[:, place])
+            self.before = captured.rows_LTW[:, place]
+            return captured
+
+    return Torn
+
+
+@pytest.fixture
+def small_run() -> tuple[Any, Any]:
+    """A run of all layers of the small shape on the CPU, in windows of several batches, and its decoder."""
+    engine = module("engine")
     config = engine.make_config("small")
     decoder = engine.make_decoder(config, torch.device("cpu"), torch.float32)
-    case = module("synthetic").cases(64, 4)[1]
-    run = engine.prepare(config, case, 400, torch.device("cpu"), "float32", 64, 1 << 20)
-    assert race.check_copies(run, decoder, 2)["is_sound"]
-    monkeypatch.setattr("harvest.window.Transfer", OneBuffer)
-    torn = race.check_copies(run, decoder, 2)
+    return engine.prepare(config, module("synthetic").cases(64, 4)[1], 4000, torch.device("cpu"), "float32", 256, 1 << 20), decoder
+
+
+def test_the_check_of_copies_finds_a_buffer_that_is_used_too_early(small_run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    race = module("race")
+    assert race.check_copies(*small_run, 2)["is_sound"]
+    monkeypatch.setattr("harvest.window.Capture", torn_capture())
+    torn = race.check_copies(*small_run, 2)
     assert not torn["is_sound"]
     assert torn["sync_repeats"]
     assert all(torn["differing_values"])
+
+
+def test_the_check_of_what_was_written_finds_damage(small_run: tuple[Any, Any], tmp_path: Path) -> None:
+    engine, written = module("engine"), module("written")
+    prepared, decoder = small_run
+    run = RunFolder(tmp_path / "run")
+    found = engine.read_and_write(prepared, decoder, run)
+    assert found["seconds"] > 0
+    assert found["lowered_to"] is None
+    assert len(prepared.plan.shards) > 1
+    check = written.check_written(run, prepared, decoder)
+    assert (check["findings"], check["worst_error"], check["shards"]) == ([], 0, len(prepared.plan.shards))
+    # Each shard in turn has a byte of its values flipped, and is mended again.
+    for shard in prepared.plan.shards:
+        path = run.shard(shard.index)
+        good = path.read_bytes()
+        path.write_bytes(good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :])
+        (finding,) = written.check_written(run, prepared, decoder)["findings"]
+        assert path.name in finding
+        assert "checksum" in finding
+        path.write_bytes(good)
+    other_ids = replace(prepared, tokens=replace(prepared.tokens, ids=prepared.tokens.ids + 1))
+    assert "other token ids" in written.check_written(run, other_ids, decoder)["findings"][0]
+    other = engine.make_decoder(engine.make_config("small"), torch.device("cpu"), torch.bfloat16)
+    check = written.check_written(run, prepared, other)
+    assert check["worst_error"] > 0
+    assert len(check["findings"]) == check["prompts"]
+
+
+def test_gpu_plans_a_run_as_harvest_does_for_the_device() -> None:
+    engine, budget = module("engine"), module("harvest.model.budget")
+    config, cpu = engine.make_config("llama-8b"), torch.device("cpu")
+    case = module("synthetic").cases(4096, 32)[0]
+    prepared = engine.prepare(config, case, 1000, cpu, "bfloat16")
+    assert (prepared.settings.batch_tokens, prepared.settings.window_bytes) == (2048, budget.auto_window_bytes(cpu))
+    assert prepared.plan.card is None
+    figures = engine.plan_figures(prepared)
+    assert figures["tokens"] == 1000
+    batches = prepared.plan.batches(prepared.plan.windows[0])
+    assert figures["padding"] * 1000 == sum(len(batch) * prepared.tokens.lengths[batch].max() for batch in batches)
 
 
 def test_the_engine_of_the_gpu_bench_reads_what_a_run_reads(tmp_path: Path) -> None:
@@ -300,17 +478,20 @@ def test_the_engine_of_the_gpu_bench_reads_what_a_run_reads(tmp_path: Path) -> N
     config = engine.make_config("small")
     decoder = engine.make_decoder(config, torch.device("cpu"), torch.float32)
     case = module("synthetic").cases(64, 4)[0]
-    run = engine.prepare(config, case, 300, torch.device("cpu"), "float32", 64, 1 << 20)
-    engine.read_and_write(run, decoder, tmp_path / "run")
-    rows = engine.read_synchronously(run, decoder)
+    prepared = engine.prepare(config, case, 300, torch.device("cpu"), "float32", 64, 1 << 20)
+    engine.read_and_write(prepared, decoder, RunFolder(tmp_path / "run"))
+    rows = dict(engine.read_synchronously(prepared, decoder))
+    assert sorted(rows) == list(range(len(prepared.tokens.lengths)))
+    ((prompt, own),) = engine.read_synchronously(prepared, decoder, [1])
+    assert prompt == 1
+    assert np.array_equal(own, rows[1])
     with harvest.open_shard(tmp_path / "run" / "shards" / "shard_00000.zarr.zip") as shard:
-        n_tokens = int(run.tokens.lengths[0])
-        assert torch.equal(shard["prompt_0"], torch.from_numpy(rows[:, :n_tokens].copy()).view(torch.bfloat16))
-    ids = torch.from_numpy(run.tokens.of(0).astype(np.int64))[None]
+        assert torch.equal(shard["prompt_0"], torch.from_numpy(rows[0]).view(torch.bfloat16))
+    ids = torch.from_numpy(prepared.tokens.of(0).astype(np.int64))[None]
     hidden = decoder.module(input_ids=ids, output_hidden_states=True).hidden_states
     # transformers hands out the last block's stream after the final norm.
     plain = torch.stack([hidden[layer + 1][0] for layer in case.layers[:-1]])
-    read = torch.from_numpy(rows[:-1, :n_tokens].copy()).view(torch.bfloat16).float()
+    read = torch.from_numpy(rows[0][:-1]).view(torch.bfloat16).float()
     torch.testing.assert_close(read, plain, rtol=0.02, atol=0.02)
 
 

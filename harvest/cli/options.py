@@ -74,7 +74,7 @@ _ENGINE = [
     _engine("--context-length", type=int, metavar="N", help="Tokens of context; a prompt keeps its first N - 1. [default: the model's]"),
     _engine("--batch-tokens", type=int, metavar="N", help="Padded tokens of one forward pass. [default: by device]"),
     _engine(
-        "--window-bytes", type=int, metavar="N", help="Host memory for captured rows, in bytes. [default: 2 GiB; on a card up to 8 GiB]"
+        "--window-bytes", type=int, metavar="N", help="Host memory for captured rows, in bytes. [default: 2 GiB; on a card up to 16 GiB]"
     ),
     _engine(
         "--weights",

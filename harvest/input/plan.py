@@ -29,14 +29,14 @@ _PASS_SHARE = 1 / 512
 # On a card a pass costs at least what launching its kernels takes, and no more while it computes longer than that: the host launches one
 # batch while another computes.
 # Beside that a small product leaves a part of a large card idle: about this many tokens' worth, an estimate that was not measured.
-_CARD_PASS_TOKENS = 128
+_CARD_PASS_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class CardCosts:
     """What passes cost on a card, by a model's shape; see `model.budget`.
 
-    pass_tokens: tokens that a card computes in the time that the kernels of one pass take to launch.
+    pass_tokens: tokens that keep a card busy while the kernels of the next pass are launched.
     minute_tokens: tokens that take it about a minute; a window ends after so many.
     mask_above, mask_length: prompts longer than mask_above have an attention mask in memory. At mask_length tokens the mask takes as much
         as everything else does, so a batch of that length counts twice. None if there is no mask.

@@ -23,11 +23,13 @@ _HIDDEN_ROWS, _INTERMEDIATE_ROWS = 10, 3
 _CAPTURED = 3
 # One block's kernels take about 0.5 ms to launch (15 ms for 30 blocks, measured on the host alone).
 _LAUNCH_S = 0.5e-3
+# The thread that launches them shares the interpreter with those that write shards, so a pass should compute longer than that.
+_LAUNCH_MARGIN = 2
 # FLOP/s of a large card by the bytes of a value: bfloat16 on tensor cores, float32 without. One figure for all cards, so that the batches
 # of a run do not depend on the card. A smaller card hides launches better than this says, and has a little more padding than it needs.
 _FLOP_S = {2: 5e14, 4: 5e13}
 # Host memory for captured rows. On a card that is the least.
-_WINDOW_BYTES, _MOST_WINDOW_BYTES = 2 << 30, 8 << 30
+_WINDOW_BYTES, _MOST_WINDOW_BYTES = 2 << 30, 16 << 30
 # What a config may call the number of keys that a token's attention is limited to, if it is limited in some blocks.
 _LOCAL = ("sliding_window", "attention_chunk_size")
 
@@ -66,7 +68,7 @@ def card_costs(text_config: Any, n_blocks: int, dtype_bytes: int, token_bytes: i
     pair_bytes, mask_above = _mask(text_config, dtype_bytes, attention)
     return CardCosts(
         # Both grow with the number of blocks alike, so one block's figures do.
-        pass_tokens=int(_LAUNCH_S * flop_s / (2 * shape.active)),
+        pass_tokens=int(_LAUNCH_MARGIN * _LAUNCH_S * flop_s / (2 * shape.active)),
         minute_tokens=max(int(60 * flop_s / (2 * shape.active * n_blocks)), 1),
         mask_above=mask_above,
         mask_length=max(_per_token(shape, dtype_bytes, token_bytes) // pair_bytes, 1) if pair_bytes else None,

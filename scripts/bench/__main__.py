@@ -12,6 +12,7 @@ Each prints its table and writes all single measurements as JSON with --json. Fr
     watch.py        a process's memory while it works
     measuring.py    the machine, a child process with its time and memory, medians
     texts.py        prompts of log-normal lengths from the 96 texts
+    tables.py       tables and figures in markdown
     ceilings.py     what the machine itself does: matrix products, bytes to a disk
     task.py         what every contender gets: the same token ids, the same layers
     limit.py        the limit: only the needed blocks, no padding, nothing stored
@@ -22,7 +23,11 @@ Each prints its table and writes all single measurements as JSON with --json. Fr
     storage.py      the writers alone
     scaling.py      the command over more and more prompts
     engine.py       harvest's engine around a model that lies on a device already
+    written.py      what the engine stored, checked
     race.py         whether copies to pinned memory ever arrive torn
+    attention.py    attention alone, by each of torch's backends
+    profiling.py    kernel launches, waits of the host, and a card's idle time
+    report_gpu.py   the measurements of gpu to markdown
     gpu.py          the engine on one card
     cold.py         files and the system's cache
     llama.py        a random model in many files, and its blocks read from them alone

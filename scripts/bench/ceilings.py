@@ -24,8 +24,8 @@ def matrix_rate(
     inputs = torch.randn(n_tokens, n_in, dtype=dtype, device=device)
     weights = torch.randn(n_out, n_in, dtype=dtype, device=device)
     with torch.inference_mode():
-        best_s = _best_s(lambda: torch.nn.functional.linear(inputs, weights), device, seconds)
-    return 2.0 * n_tokens * n_in * n_out / best_s
+        product_s = best_s(lambda: torch.nn.functional.linear(inputs, weights), device, seconds)
+    return 2.0 * n_tokens * n_in * n_out / product_s
 
 
 def disk_rate(folder: Path, n_bytes: int) -> float:
@@ -52,22 +52,24 @@ def copy_rate(device: torch.device, n_bytes: int, seconds: float = 1.0) -> float
     """Bytes/s of the fastest of several copies to host memory: from a card into pinned memory, on a CPU from memory to memory."""
     source = torch.ones(n_bytes, dtype=torch.uint8, device=device)
     target = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return n_bytes / _best_s(lambda: target.copy_(source, non_blocking=True), device, seconds)
+    return n_bytes / best_s(lambda: target.copy_(source, non_blocking=True), device, seconds)
 
 
-def _best_s(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+def best_s(call: Callable[[], object], device: torch.device, seconds: float, repeats: int = 1) -> float:
+    """Return the seconds of the fastest of several calls. repeats: calls between two looks at the clock, for those that are short."""
     call()
-    best_s = float("inf")
+    fastest_s = float("inf")
     deadline = time.perf_counter() + seconds
-    n_calls = 0
-    while n_calls < 3 or time.perf_counter() < deadline:
+    n_looks = 0
+    while n_looks < 3 or time.perf_counter() < deadline:
         wait_for(device)
         started = time.perf_counter()
-        call()
+        for _ in range(repeats):
+            call()
         wait_for(device)
-        best_s = min(best_s, time.perf_counter() - started)
-        n_calls += 1
-    return best_s
+        fastest_s = min(fastest_s, (time.perf_counter() - started) / repeats)
+        n_looks += 1
+    return fastest_s
 
 
 def wait_for(device: torch.device) -> None:

@@ -43,7 +43,7 @@ class Bare:
     def run(self, ids_BS: torch.Tensor) -> None:
         """One forward pass, int64 [batch, token]."""
         try:
-            self._decoder(input_ids=ids_BS, use_cache=False)
+            self._decoder(input_ids=ids_BS.to(self.device), use_cache=False)
         except _DoneError:
             return
         raise AssertionError("the pass did not come to the deepest asked block")
@@ -64,7 +64,7 @@ class Bare:
         hooks = [self._blocks[layer].register_forward_hook(keep) for layer in self._layers]
         self._hook = self._blocks[self._layers[-1]].register_forward_hook(self._stop)
         try:
-            self.run(torch.from_numpy(ids)[None].to(self.device))
+            self.run(torch.from_numpy(ids)[None])
         finally:
             for hook in hooks:
                 hook.remove()

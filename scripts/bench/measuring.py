@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -147,7 +147,7 @@ def write_json(path: str | None, measured: dict[str, Any]) -> None:
         Path(path).write_text(json.dumps(measured, indent=1) + "\n")
 
 
-def median(values: Sequence[float]) -> float:
+def median(values: Iterable[float]) -> float:
     """The median of at least one value."""
     return float(statistics.median(values))
 

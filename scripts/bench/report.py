@@ -5,14 +5,18 @@ python scripts/bench report models-512.json models-96.json storage.json scaling.
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from measuring import median
+from report_gpu import gpu_section
+from tables import say_bytes, say_count, say_rate, say_ratio, table
+
 _HEAD = """# Benchmarks
 
-Made by `python scripts/bench report` from the JSON files of the benches; nothing here was typed. Each section says its machine, its
-versions and its command. Medians stand beside the lowest and the highest; ratios are medians of the ratios of each round.
+Made by `python scripts/bench report` from the JSON files of the benches; nothing here was typed, but the figures that are called
+published. Each section says its machine, its versions and its command. Medians stand beside the lowest and the highest; ratios are medians
+of the ratios of each round.
 """
 _NAMES = {
     "harvest": "harvest, files and all",
@@ -22,7 +26,7 @@ _NAMES = {
     "lens": "TransformerLens `run_with_cache`, stopped after the deepest layer, `torch.save`",
     "nnsight": "nnsight trace, `torch.save`",
 }
-_WAYS = {"bare": "bare passes", "read": "read to host memory", "written": "read and written"} | {
+_WAYS = {
     "stream": "`--weights stream`",
     "offload": "`--device-map auto`, memory and disk",
     "resident": "all in memory",
@@ -46,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 def render(measured: dict[str, Any]) -> str:
     """One bench's section."""
-    body = {"models": _models, "storage": _storage, "scaling": _scaling, "gpu": _gpu, "stream": _stream}[measured["kind"]](measured)
+    body = {"models": _models, "storage": _storage, "scaling": _scaling, "gpu": gpu_section, "stream": _stream}[measured["kind"]](measured)
     return "\n".join([*body, "", *_origin(measured), ""])
 
 
@@ -56,7 +60,7 @@ def _models(measured: dict[str, Any]) -> list[str]:
     lines = [
         f"## {measured['model']}: {measured['prompts']:,} prompts, {measured['tokens']:,} tokens",
         "",
-        f"Layers {layers}; float32 on the CPU, {threads} threads, {_count(rounds, 'round')}. The clock starts when the model is loaded.",
+        f"Layers {layers}; float32 on the CPU, {threads} threads, {say_count(rounds, 'round')}. The clock starts when the model is loaded.",
     ]
     if measured["slow_prompts"]:
         lines += [f"Some contenders read the first {measured['slow_prompts']} prompts only, as the table says."]
@@ -67,14 +71,14 @@ def _models(measured: dict[str, Any]) -> list[str]:
         [
             _NAMES[entry["contender"]],
             f"{entry['prompts']:,}",
-            _rate(entry["tokens_per_s"]),
-            f"{_rate(entry['lowest'])} – {_rate(entry['highest'])}",
-            _bytes(entry["peak_bytes"]),
-            *(_ratio(entry["ratio_to"].get(name)) for name in others),
+            say_rate(entry["tokens_per_s"]),
+            f"{say_rate(entry['lowest'])} – {say_rate(entry['highest'])}",
+            say_bytes(entry["peak_bytes"]),
+            *(say_ratio(entry["ratio_to"].get(name)) for name in others),
         ]
         for entry in summary
     ]
-    lines += ["", *_table(header, rows)]
+    lines += ["", *table(header, rows)]
     lines += _ceilings_of(measured)
     for name, reason in {**measured["skipped"], **measured["failed"]}.items():
         lines += ["", f"{_NAMES.get(name, name)}: not measured ({reason})."]
@@ -95,17 +99,17 @@ def _ceilings_of(measured: dict[str, Any]) -> list[str]:
     lines = []
     if limits:
         passes = f"the limit reads {measured['limit_batch_tokens']:,} tokens a pass, in rows of {limits[0]['row_tokens']}"
-        tried = ", ".join(f"{size['batch_tokens']:,}: {_rate(size['tokens_per_s'])}" for size in measured["limit_sizes"])
+        tried = ", ".join(f"{size['batch_tokens']:,}: {say_rate(size['tokens_per_s'])}" for size in measured["limit_sizes"])
         lines += ["", f"Best size of a pass: {passes}" + (f" (tokens/s of each size that was tried: {tried})." if tried else ".")]
     if not found:
         return lines
-    products = {shape: _middle(entry["products"][shape] for entry in found) for shape in found[0]["products"]}
+    products = {shape: median(entry["products"][shape] for entry in found) for shape in found[0]["products"]}
     shown = ", ".join(f"{shape} {rate / 1e9:,.1f}" for shape, rate in products.items())
-    disk = _middle(entry["disk_bytes_per_s"] for entry in found)
+    disk = median(entry["disk_bytes_per_s"] for entry in found)
     lines += ["", f"The machine: matrix products of {measured['limit_batch_tokens']:,} tokens in GFLOP/s: {shown}; "]
     lines[-1] += f"a file with fsync: {disk / 1e6:,.0f} MB/s."
     if limits:
-        rate = _middle(entry["flop"] / entry["seconds"] for entry in limits)
+        rate = median(entry["flop"] / entry["seconds"] for entry in limits)
         share = rate / max(products.values())
         lines[-1] += (
             f" The limit computes {rate / 1e9:,.1f} GFLOP/s (2 × parameters of the needed blocks × tokens), {share:.0%} of the best."
@@ -117,8 +121,8 @@ def _storage(measured: dict[str, Any]) -> list[str]:
     lines = [
         f"## Storage: {measured['gb']:g} GB of values a case, {measured['hidden']:,} values a token and layer",
         "",
-        f"harvest's own writers, without a model, {_count(measured['rounds'], 'round')}; GB/s count the values before the codec, and every "
-        "file is flushed to the disk.",
+        f"harvest's own writers, without a model, {say_count(measured['rounds'], 'round')}; GB/s count the values before the codec, and "
+        "every file is flushed to the disk.",
     ]
     header = ["case", "codec", "GB/s", "lowest – highest", "÷ plain write", "CPU s a GB", "stored"]
     rows = [
@@ -127,25 +131,25 @@ def _storage(measured: dict[str, Any]) -> list[str]:
             entry["way"],
             f"{entry['bytes_per_s'] / 1e9:.2f}",
             f"{entry['lowest'] / 1e9:.2f} – {entry['highest'] / 1e9:.2f}",
-            _ratio(entry["of_plain"]),
+            say_ratio(entry["of_plain"]),
             f"{entry['cpu_s_per_gb']:.2f}",
             f"{entry['stored_share']:.0%}",
         ]
         for entry in measured["summary"]
     ]
-    lines += ["", *_table(header, rows), "", "One core, in memory, GB/s of each step of a chunk:"]
+    lines += ["", *table(header, rows), "", "One core, in memory, GB/s of each step of a chunk:"]
     steps = list(dict.fromkeys(entry["step"] for entry in measured["one_core"]))
     by_case: dict[str, dict[str, float]] = {}
     for entry in measured["one_core"]:
         by_case.setdefault(entry["case"], {})[entry["step"]] = entry["bytes_per_s"]
-    return [*lines, "", *_table(["case", *steps], [[case, *(f"{own[step] / 1e9:.2f}" for step in steps)] for case, own in by_case.items()])]
+    return [*lines, "", *table(["case", *steps], [[case, *(f"{own[step] / 1e9:.2f}" for step in steps)] for case, own in by_case.items()])]
 
 
 def _scaling(measured: dict[str, Any]) -> list[str]:
     lines = [
         "## Scaling: the command on tiny",
         "",
-        f"Quartile layers, {measured['threads']} threads, {_count(measured['rounds'], 'round')}. The whole command with its start in "
+        f"Quartile layers, {measured['threads']} threads, {say_count(measured['rounds'], 'round')}. The whole command with its start in "
         "seconds; tokens/s from the loaded model to the manifest.",
     ]
     header = ["prompts", "tokens", "shards", "seconds", "tokens/s", "peak memory", "written"]
@@ -155,70 +159,24 @@ def _scaling(measured: dict[str, Any]) -> list[str]:
             f"{entry['tokens']:,}",
             f"{entry['shards']:,}",
             f"{entry['wall_s']:.1f}",
-            _rate(entry["tokens_per_s"]),
-            _bytes(entry["peak_bytes"]),
-            _bytes(entry["bytes"]),
+            say_rate(entry["tokens_per_s"]),
+            say_bytes(entry["peak_bytes"]),
+            say_bytes(entry["bytes"]),
         ]
         for entry in measured["summary"]
     ]
     failed = [f"{int(count):,} prompts: not measured ({reason})." for count, reason in measured["failed"].items()]
-    return [*lines, "", *_table(header, rows), *([""] if failed else []), *failed]
-
-
-def _gpu(measured: dict[str, Any]) -> list[str]:
-    place = measured["card"] or f"no card: {measured['device']}"
-    memory = f", {_bytes(measured['card_memory_bytes'])}" if measured["card_memory_bytes"] else ""
-    race, ceilings = measured["race"], measured["ceilings"]
-    products = ", ".join(f"{shape} {rate / 1e12:,.2f}" for shape, rate in ceilings["products"].items())
-    n_differing = sum(map(bool, race["differing_values"]))
-    repeats = "agree" if race["sync_repeats"] else "DO NOT AGREE"
-    lines = [
-        f"## One card: {place}{memory}",
-        "",
-        f"A model of random weights at the shape {measured['shape']} with {measured['n_layers']} blocks in {measured['dtype']}; "
-        "budget: padded tokens of one pass, as harvest chooses them for the card unless the command names them.",
-    ]
-    header = ["case", "way", "budget", "tokens", "tokens/s", "lowest – highest", "÷ bare", "of products", "GB/s", "of copies", "of disk"]
-    rows = [
-        [
-            entry["case"],
-            _WAYS[entry["way"]],
-            f"{entry['batch_tokens']:,}",
-            f"{entry['tokens']:,}",
-            _rate(entry["tokens_per_s"]),
-            f"{_rate(entry['lowest'])} – {_rate(entry['highest'])}",
-            _ratio(entry["of_bare"]),
-            _share(entry["of_products"]),
-            "" if entry["bytes_per_s"] is None else f"{entry['bytes_per_s'] / 1e9:.3g}",
-            _share(entry["of_copy"]),
-            _share(entry["of_disk"]),
-        ]
-        for entry in measured["summary"]
-    ]
-    lines += [
-        "",
-        *_table(header, rows),
-        "",
-        f"Matrix products of {ceilings['product_tokens']:,} tokens in TFLOP/s: {products}. Copies to host memory: ",
-    ]
-    lines[-1] += f"{ceilings['copy_bytes_per_s'] / 1e9:.2f} GB/s; a file with fsync: {ceilings['disk_bytes_per_s'] / 1e9:.2f} GB/s."
-    lines += [
-        "",
-        f"Copies against a synchronous run, bit for bit: {n_differing} of {race['runs']} runs differ ({race['values']:,} values in "
-        f"{race['batches']} batches each); two synchronous runs {repeats}.",
-    ]
-    if measured["left_out"]:
-        lines += ["", f"Left out for lack of time: {'; '.join(measured['left_out'])}."]
-    return lines
+    return [*lines, "", *table(header, rows), *([""] if failed else []), *failed]
 
 
 def _stream(measured: dict[str, Any]) -> list[str]:
-    weights, kept = _bytes(measured["weight_bytes"]), _bytes(measured["limit_bytes"])
+    weights, kept = say_bytes(measured["weight_bytes"]), say_bytes(measured["limit_bytes"])
+    files, windows = say_count(measured["files"], "file"), say_count(measured["n_windows"], "window")
     lines = [
-        f"## Streamed blocks: {measured['blocks']} of hidden size {measured['hidden']:,}, {weights} in {_count(measured['files'], 'file')}",
+        f"## Streamed blocks: {measured['blocks']} of hidden size {measured['hidden']:,}, {weights} in {files}",
         "",
-        f"{measured['tokens']:,} tokens in {measured['n_batches']} batches and {_count(measured['n_windows'], 'window')}; float32 on the "
-        f"CPU, {measured['threads']} threads, {_count(measured['rounds'], 'round')}. Offload keeps at most {kept} of weights in memory. "
+        f"{measured['tokens']:,} tokens in {measured['n_batches']} batches and {windows}; float32 on the "
+        f"CPU, {measured['threads']} threads, {say_count(measured['rounds'], 'round')}. Offload keeps at most {kept} of weights in memory. "
         "Each run begins with the checkpoint dropped from the system's cache; where the cache is short, no more than "
         f"{measured['cache_share']:.0%} of it stays there later. No run has a memory limit. Computing begins when the model is loaded; the "
         "whole is the command.",
@@ -232,14 +190,14 @@ def _stream(measured: dict[str, Any]) -> list[str]:
             f"{entry['lowest']:.2f} – {entry['highest']:.2f}",
             f"{entry['load_s']:.2f}" if "load_s" in entry else "",
             f"{entry['wall_s']:.1f}",
-            *(_bytes(entry[name]) for name in ("read_bytes", "anon_bytes", "mapped_bytes")),
-            _ratio(entry.get("of_stream")),
-            _ratio(entry.get("wall_of_stream")),
-            _ratio(entry.get("of_bound")),
+            *(say_bytes(entry[name]) for name in ("read_bytes", "anon_bytes", "mapped_bytes")),
+            say_ratio(entry.get("of_stream")),
+            say_ratio(entry.get("wall_of_stream")),
+            say_ratio(entry.get("of_bound")),
         ]
         for entry in measured["summary"]
     ]
-    lines += ["", *_table([*header, "÷ stream", "whole ÷ stream", "÷ bound"], rows)]
+    lines += ["", *table([*header, "÷ stream", "whole ÷ stream", "÷ bound"], rows)]
     feed = next((entry for entry in measured["summary"] if entry["way"] == "feed"), None)
     if feed is not None:
         lines += [
@@ -259,41 +217,10 @@ def _stream(measured: dict[str, Any]) -> list[str]:
 def _origin(measured: dict[str, Any]) -> list[str]:
     machine, versions = measured["machine"], measured["versions"]
     commit = f", commit {measured['commit']}" if measured["commit"] else ""
-    cores = _count(machine["cores"], "core")
+    cores = say_count(machine["cores"], "core")
     return [
-        f"{machine['cpu']}, {cores}, {_bytes(machine['memory_bytes'])} of memory, {machine['system']}; "
+        f"{machine['cpu']}, {cores}, {say_bytes(machine['memory_bytes'])} of memory, {machine['system']}; "
         f"{', '.join(f'{name} {version}' for name, version in versions.items())}{commit}; {measured['date']}.",
         "",
         f"    {measured['command']}",
     ]
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [header, ["---", *("---:" for _ in header[1:])], *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]
-
-
-def _middle(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _bytes(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"

@@ -52,13 +52,14 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]]
     return replace
 
 
-def test_compiled_blocks_that_compute_something_else_are_refused(compiler: Any, tmp_path: Path) -> None:
-    compiler(lambda function: lambda *arguments, **others: function(*arguments, **others) * 1.01)
-    with pytest.raises(StreamError, match=r"compile: layer 0 is 0\.01 of its norm away"):
+@pytest.mark.parametrize(("factor", "shown"), [(1.01, r"0\.01"), (float("nan"), "nan")])
+def test_compiled_blocks_that_compute_something_else_are_refused(factor: float, shown: str, compiler: Any, tmp_path: Path) -> None:
+    compiler(lambda function: lambda *arguments, **others: function(*arguments, **others) * factor)
+    with pytest.raises(StreamError, match=f"compile: layer 0 is {shown} of its norm away"):
         harvest.run(tiny_request(), tmp_path / "run", harvest.Engine(**ENGINE, compile=True))
 
 
-def test_a_compiler_that_fails_is_named(compiler: Any, plain: Path, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_named(compiler: Any, tmp_path: Path) -> None:
     def fail(_function: Any) -> Any:
         raise FileNotFoundError("no compiler was found\nand much more")
 
