@@ -36,9 +36,10 @@ def test_each_name_of_the_first_card(device: str, llama: Path, held_against_cpu:
     assert harvest.open(tmp_path / "card").manifest.local["engine"]["device"] == "cuda:0"
 
 
-def test_the_second_card(llama: Path, card: Card, held_against_cpu: Callable[..., Notes], tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["resident", "stream"])
+def test_the_second_card(weights: str, llama: Path, card: Card, held_against_cpu: Callable[..., Notes], tmp_path: Path) -> None:
     card.need(2)
-    held_against_cpu(asking(llama), settings(device="cuda:1"))
+    held_against_cpu(asking(llama), settings(device="cuda:1", weights=weights))
     assert harvest.open(tmp_path / "card").manifest.local["engine"]["device"] == "cuda:1"
     with pytest.raises(RequestError, match=r"device: cuda:7 .*cuda:0 to cuda:"):
         harvest.run(asking(llama), tmp_path / "none", settings(device="cuda:7"))

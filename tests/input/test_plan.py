@@ -1,6 +1,7 @@
 """The plan of a run: what must hold for any lengths and settings, and that its batches cost the least there is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from harvest.input.plan import Piece, Plan, Shard, Window, make_plan
+from harvest.input.plan import CardCosts, Piece, Plan, Shard, Window, make_plan
 
 
 class Case(NamedTuple):
@@ -261,3 +262,43 @@ def test_prompts_above_a_length_share_a_batch_with_their_equals_alone() -> None:
     plan = make_plan(lengths, 4, 1, 1 << 30, 100_000, length_switches=(99,), equal_above=40)
     batches = [batch for window in plan.windows for batch in plan.batches(window)]
     assert [sorted(lengths[batch].tolist()) for batch in batches] == [[101], [100, 100], [70], [41, 41], [5, 10, 40]]
+
+
+CARD = CardCosts(pass_tokens=300, minute_tokens=5000, mask_above=99, mask_length=200)
+
+
+def card_plan(lengths: Sequence[int], card: CardCosts | None, batch_tokens: int = 1000) -> Plan:
+    return make_plan(np.array(lengths), 4, 1, 1 << 40, batch_tokens, card=card)
+
+
+def test_attention_masks_count_against_the_budget() -> None:
+    plan = card_plan([100] * 20 + [99] * 20, CARD)
+    # Above 99 tokens a mask counts as 100 * 100 / 200 = 50 tokens more.
+    assert plan.footprint(1, 100) == 150
+    assert plan.footprint(3, 99) == 3 * 99
+    batches = [batch for window in plan.windows for batch in plan.batches(window)]
+    for batch in batches:
+        longest = int(plan.lengths[batch].max())
+        assert plan.footprint(len(batch), longest) <= 1000
+    assert max(len(batch) for batch in batches if plan.lengths[batch].max() == 100) == 6
+    assert max(len(batch) for batch in batches if plan.lengths[batch].max() == 99) == 10
+    without = card_plan([100] * 20, replace(CARD, mask_above=None, mask_length=None))
+    assert max(len(batch) for window in without.windows for batch in without.batches(window)) == 10
+
+
+def test_a_pass_on_a_card_costs_no_less_than_its_launches() -> None:
+    lengths = list(range(10, 1000, 10))
+    few, many = (
+        sum(len(plan.batches(window)) for window in plan.windows)
+        for plan in (
+            card_plan(lengths, replace(CARD, pass_tokens=tokens, minute_tokens=1 << 20, mask_length=None), 20_000) for tokens in (15_000, 1)
+        )
+    )
+    assert few < many
+
+
+def test_a_window_on_a_card_ends_after_a_minute() -> None:
+    plan = card_plan([100] * 200, CARD)
+    # 20,000 tokens, and whole shards of 400.
+    assert [window.n_tokens for window in plan.windows] == [4800] * 4 + [800]
+    assert len(card_plan([100] * 200, None).windows) == 1
