@@ -31,7 +31,7 @@ class Forecast:
 
     padding: padded tokens for each real one. rows_bytes: of the captured rows before the codec. most_bytes: that the run may still write,
         where its codec gains nothing. free_bytes: on the disk of the folder.
-    weight_bytes: of the needed blocks and what stands beside them, on the device. buffer_bytes: of host memory for captured rows, and for
+    weight_bytes: of the needed blocks, embeddings and norms, on the device. buffer_bytes: of host memory for captured rows, and for
         streams between two blocks and pieces of weights where blocks are streamed. For a card it is pinned, in powers of two of bytes.
     streamed: whether blocks are read from the files once a window; weight_read_bytes: by all windows that are left; scratch_bytes: in the
         scratch folder at once.

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -185,10 +185,9 @@ def _compute(
     started = time.monotonic()
     device = torch.device(prepared.settings.device)
     streams = prepared.settings.weights == "stream"
-    with naming_failures(device, f"Lower --batch-tokens or --window-bytes, {_SMALLER[streams]}, or free memory there"):
-        if device.type == "cuda":
-            # Kernels that are compiled under way are launched on the current card, whichever card their tensors are on.
-            torch.cuda.set_device(device)
+    # Kernels that are compiled during the run are launched on the current card, whichever card their tensors are on.
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with naming_failures(device, f"Lower --batch-tokens or --window-bytes, {_SMALLER[streams]}, or free memory there"), current:
         decoder = load_streamed(prepared, reporter, stop) if streams else load(prepared, reporter)
         clock.load_s = time.monotonic() - started
         stop.check()
@@ -227,7 +226,7 @@ def _run_windows(
     reporter: Reporter,
     stop: StopFlag,
 ) -> None:
-    """Read windows, and write their shards beside the next windows' forward passes."""
+    """Read windows, and write their shards while the next windows are read."""
     buffers = make_buffers(prepared, todo)
     if buffers.is_pinned is False and prepared.settings.device.startswith("cuda") and prepared.room is None:
         reporter.note("warning: no memory could be pinned for the captured rows, so copies from the card are slower. See `ulimit -l`")

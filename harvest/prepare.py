@@ -257,7 +257,7 @@ def _resolve(
         chosen = auto_batch_tokens(placement, text, n_loaded, value_bytes, token_bytes)
         batch_tokens = held.get("batch_tokens", chosen)
         if batch_tokens != chosen:
-            reporter.note(f"batches of {batch_tokens:,} tokens, with which this run was begun; {chosen:,} would be chosen here")
+            reporter.note(f"batches of {batch_tokens:,} tokens, as this run was started with ({chosen:,} would be chosen here)")
     card = None
     if device.type == "cuda":
         attention = attention_kind(description, engine.attention)

@@ -84,7 +84,7 @@ def _row_bytes(prepared: Prepared, windows: Sequence[Window]) -> int:
 
 
 def _stream_bytes(prepared: Prepared, shapes: Iterable[tuple[int, int]]) -> int:
-    """Return the bytes that the streams of batches of so many prompts by so many tokens take on the host."""
+    """Return the bytes that the streams of batches take on the host. shapes: the prompts and the padded tokens of each."""
     token_bytes = prepared.description.hidden_size * int(getattr(torch, prepared.settings.compute_dtype).itemsize)
     sizes = (n_prompts * width * token_bytes for n_prompts, width in shapes)
     return sum(map(pinned_bytes, sizes) if prepared.settings.device.startswith("cuda") else sizes)
@@ -258,7 +258,7 @@ class StreamReader:
             layer = self._prepared.layers.index(block) if block in self._prepared.layers else None
             if layer is not None:
                 rows_TW = take_rows(after_BSH, batch.real_T, self._directions_DH)
-                captured = Captured(rows_TW.to(self._store_dtype)[None], find_peak(rows_TW)[None])
+                captured = Captured(rows_TW.to(self._store_dtype)[None], find_peak(rows_TW, self._prepared.allow_nonfinite)[None])
                 arrival = self._transfer.start(captured, way.target_LTW[layer : layer + 1], batch.places)
             if block + 1 < self._prepared.n_blocks:
                 way.waiting.put(batch.number, after_BSH)

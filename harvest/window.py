@@ -57,7 +57,7 @@ class _Window:
 class WindowReader:
     """Reads windows through a model that is loaded. A context manager: the model's hooks are removed at its end.
 
-    The copies of a window run beside the first batch of the next one, so `read` returns before the rows are there.
+    A window's last copies run while the first batch of the next one is computed, so `read` returns before its rows are there.
     """
 
     def __init__(self, prepared: Prepared, decoder: LoadedDecoder, reporter: Reporter, stop: StopFlag, on_read: OnRead) -> None:
@@ -65,7 +65,14 @@ class WindowReader:
         self._prepared, self._decoder, self._reporter, self._stop, self._on_read = prepared, decoder, reporter, stop, on_read
         self._device = torch.device(prepared.settings.device)
         self._store_dtype = getattr(torch, prepared.settings.store_dtype)
-        self._capture = Capture(decoder, prepared.layers, prepared.description.hidden_size, self._store_dtype, prepared.directions_DH)
+        self._capture = Capture(
+            decoder,
+            prepared.layers,
+            prepared.description.hidden_size,
+            self._store_dtype,
+            prepared.directions_DH,
+            prepared.allow_nonfinite,
+        )
         self._transfer = Transfer(self._device)
         self._budget = prepared.plan.batch_tokens
         self._stages = self._device.type != "cpu"
@@ -158,7 +165,7 @@ class WindowReader:
         return _Window(window, buffer, target_LTW, self._stage(target_LTW) if self._stages and n_batches > 1 else None)
 
     def _stage(self, target_LTW: torch.Tensor) -> Captured | None:
-        """Return memory on the device for the rows of a whole window, so that they leave it in one copy; None if there is no room."""
+        """Return memory on the device for the rows of a whole window, which leave it in one copy, or None if it does not fit."""
         if self._device.type == "cuda" and (not target_LTW.is_pinned() or 2 * target_LTW.nbytes > _STAGED_SHARE * card_bytes(self._device)):
             return None
         try:
@@ -180,7 +187,7 @@ class WindowReader:
         free_memory()
 
     def _start(self, batch: Sequence[int], reading: _Window) -> Arrival | None:
-        """Start reading one batch; None if the device has no memory for it."""
+        """Start reading one batch. Return None if the device has no memory for it."""
         prepared, staged = self._prepared, reading.staged
         ids = [prepared.tokens.of(prompt) for prompt in batch]
         # The rows leave the model in the window's order, so that neighbours there are one run.
@@ -287,14 +294,14 @@ def check_range(
     limit = torch.finfo(getattr(torch, store_dtype)).max
     for position in np.flatnonzero(~(peaks_L <= limit)):
         peak = float(peaks_L[position])
-        if prepared.allow_nonfinite and not np.isfinite(peak):
-            continue
         for prompt in prompts:
             start, end = (int(offsets[edge] - offsets[window.first]) for edge in (prompt, prompt + 1))
-            finite_T = np.isfinite(widen(buffer.rows_LTW[first + position, start:end], store_dtype)).all(axis=1)
-            if finite_T.all():
+            rows_TW = widen(buffer.rows_LTW[first + position, start:end], store_dtype)
+            # An overflow is stored as inf. A NaN is the model's own, and may be allowed.
+            bad_T = (np.isinf(rows_TW) if prepared.allow_nonfinite else ~np.isfinite(rows_TW)).any(axis=1)
+            if not bad_T.any():
                 continue
-            where = f"layer {prepared.layers[first + position]}, prompt {prompt}, position {int(finite_T.argmin())}"
+            where = f"layer {prepared.layers[first + position]}, prompt {prompt}, position {int(bad_T.argmax())}"
             if np.isfinite(peak):
                 raise ValueRangeError(
                     f"{where}: the stream reaches {peak:,.6g}, and {store_dtype} ends at {limit:,.6g}; "

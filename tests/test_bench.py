@@ -257,7 +257,7 @@ GPU_CASES = ("quartile layers", "all layers", "64 projections")
 
 
 def gpu(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Run the bench of one card on the CPU; answers its exit code and its JSON."""
+    """Run the bench of one card on the CPU, and return its exit code and its JSON."""
     file = tmp_path / "gpu.json"
     arguments = (*GPU_ON_A_CPU, *arguments, "--out", str(tmp_path / "work"), "--json", str(file))
     code = module("gpu").main(list(arguments))

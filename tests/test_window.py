@@ -147,3 +147,14 @@ def test_verify_holds_the_count_against_the_shards(odd_model: Path, tmp_path: Pa
     manifest["local"]["nonfinite_tokens"] = {}
     (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
     assert any("layer 1 holds a value that is not finite" in str(finding) for finding in verify(tmp_path / "run").findings)
+
+
+def test_an_overflow_shows_beside_values_that_are_allowed(odd_model: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(odd_model)
+    model.get_input_embeddings().weight.data[ord("W"), 3] = 1e5
+    model.save_pretrained(odd_model)
+    request = harvest.HarvestRequest(model=str(odd_model), prompts=["letter Q", "letter W"], layers=[1])
+    engine = harvest.Engine(allow_nonfinite=True, store_dtype="float16")
+    with pytest.raises(ValueRangeError, match=r"prompt 1, position 8: the stream reaches .*, and float16 ends at 65,504"):
+        harvest.run(request, tmp_path / "run", engine)
+    harvest.run(request, tmp_path / "wide", engine.model_copy(update={"store_dtype": "float32"}))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 # put a whole run into one window, and a window's shards are published only at its end: what is read in it is lost where the run is stopped.
 _WINDOW_BATCHES = 32
 
-# And after so many tokens on a CPU, so that a run of a few million still makes a window for each of eight processes.
+# On a CPU a window also ends after this many tokens, so that a run of a few million has a window for each of eight processes.
 _WINDOW_TOKENS = 1 << 18
 
 # On a CPU one more forward pass costs about as much as this many padded tokens (36 measured at 2,048 tokens a batch), and as this share
@@ -28,7 +28,7 @@ _PASS_TOKENS = 32
 _PASS_SHARE = 1 / 512
 # On a card a pass costs at least what launching its kernels takes, and no more while it computes longer than that: the host launches one
 # batch while another computes.
-# Beside that a small product leaves a part of a large card idle: about this many tokens' worth, an estimate that was not measured.
+# In addition a small product leaves part of a large card idle. This is an estimate in tokens that was not measured.
 _CARD_PASS_TOKENS = 256
 
 
@@ -37,9 +37,9 @@ class CardCosts:
     """What passes cost on a card, by a model's shape; see `model.budget`.
 
     pass_tokens: tokens that keep a card busy while the kernels of the next pass are launched.
-    minute_tokens: tokens that take it about a minute; a window ends after so many.
+    minute_tokens: tokens that it computes in about a minute. A window holds no more.
     mask_above, mask_length: prompts longer than mask_above have an attention mask in memory. At mask_length tokens the mask takes as much
-        as everything else does, so a batch of that length counts twice. None if there is no mask.
+        as everything else does, so a batch of that length counts twice. None without a mask.
     """
 
     pass_tokens: int
@@ -110,7 +110,7 @@ class Plan:
     card: CardCosts | None = None
 
     def footprint(self, n_prompts: int, longest: int) -> int:
-        """Return what a batch counts against the batch budget: its padded tokens, and its attention masks as so many tokens more."""
+        """Return what a batch counts against the batch budget: its padded tokens, plus its attention masks in tokens."""
         card = self.card
         if card is None or card.mask_length is None or card.mask_above is None or longest <= card.mask_above:
             return n_prompts * longest
@@ -221,8 +221,8 @@ def _split(shard: Shard, offsets: npt.NDArray[np.int64], max_tokens: int) -> Ite
 def _cheapest_cuts(descending: npt.NDArray[np.int64], most: Sequence[int], overhead: float, least: int) -> list[tuple[int, int]]:
     """Cut lengths in descending order into batches such that padding and the number of passes together cost the least.
 
-    most: how many prompts a batch may have whose longest is that one. overhead: what one pass costs beside its padded tokens; least: what
-    a pass costs at least.
+    most: how many prompts fit a batch whose longest is that one. overhead: what a pass costs in addition to its padded tokens.
+    least: the least that its padded tokens cost.
 
     Dynamic programming over the cuts: best[j] is the lowest cost of the first j prompts, where a batch of prompts i to j - 1 costs its
     padded tokens, (j - i) * descending[i], but not less than `least`, and the overhead of one pass.

@@ -15,7 +15,7 @@ _CPU = 2048
 # Not measured.
 _MPS = 4096
 _LEAST, _MOST = 2048, 65536
-# The share of a card's memory beside the weights. The rest is for what an architecture holds that this estimate does not know of.
+# The share of a card's memory, less its weights. The rest is for what an architecture holds that this estimate does not know of.
 _SHARE = 0.5
 # Rows of a token that a block holds at once, of the hidden size and of the intermediate size.
 _HIDDEN_ROWS, _INTERMEDIATE_ROWS = 10, 3
@@ -76,13 +76,13 @@ def card_costs(text_config: Any, n_blocks: int, dtype_bytes: int, token_bytes: i
 
 
 def budget(room_bytes: int, text_config: Any, dtype_bytes: int, token_bytes: int) -> int:
-    """Return the batch budget, a power of two, for a card with so many bytes beside the weights."""
+    """Return the batch budget, a power of two, for a card with `room_bytes` of memory left by the weights."""
     fitting = int(_SHARE * max(room_bytes, 0)) // _per_token(_Shape.of(text_config), dtype_bytes, token_bytes)
     return min(max(1 << max(fitting.bit_length() - 1, 0), _LEAST), _MOST)
 
 
 def attention_kind(description: Description, asked: str) -> str:
-    """Return the kind of attention that a model is run with: what was asked for, or transformers' own choice for its class."""
+    """Return the kind of attention that a model is run with: the requested one, or transformers' choice for its class."""
     if asked != "auto":
         return asked
     try:
@@ -95,7 +95,7 @@ def attention_kind(description: Description, asked: str) -> str:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Sizes of a decoder. block: parameters of a block; active: those that one token uses; embeddings: parameters beside the blocks."""
+    """Sizes of a decoder. `block` and `embeddings` count parameters, `active` those of a block that one token uses."""
 
     hidden: int
     intermediate: int
@@ -104,7 +104,7 @@ class _Shape:
     embeddings: int
 
     def n_bytes(self, n_blocks: int, dtype_bytes: int) -> int:
-        """Return the bytes of so many blocks and the embeddings."""
+        """Return the bytes of `n_blocks` blocks and the embeddings."""
         return (n_blocks * self.block + self.embeddings) * dtype_bytes
 
     @classmethod

@@ -31,9 +31,9 @@ _ROWS_WIDENED = 4096
 class Captured:
     """The captured rows of one batch, on the model's device.
 
-    rows_LTW: in the stored dtype; real tokens only, end to end, in the order that `read` was asked for. If `read` was given places, this
+    rows_LTW: in the stored dtype; real tokens only, end to end, in the order that `read` was given. If `read` was given places, this
         is the tensor that it wrote into.
-    peaks_L: float32, the largest magnitude of each layer before it was stored; NaN or inf if one was computed.
+    peaks_L: float32, the largest magnitude of each layer before it was stored, see `find_peak`.
     """
 
     rows_LTW: torch.Tensor
@@ -90,7 +90,7 @@ def _set_legacy_precision(stack: ExitStack) -> None:
 
 
 def _fp32_operations() -> list[Any]:
-    """Return the operations whose precision torch's newer interface sets; none before torch 2.9."""
+    """Return the operations whose precision torch's newer interface sets. Before torch 2.9 there are none."""
     backends = torch.backends
     names: list[tuple[Any, tuple[str, ...]]] = [
         (backends.cuda, ("matmul",)),
@@ -121,12 +121,17 @@ class Capture:
         hidden_size: int,
         store_dtype: torch.dtype,
         directions_DH: npt.NDArray[np.float32] | None = None,
+        allow_nonfinite: bool = False,
     ) -> None:
-        """Hook the blocks of `layers`, ascending. With directions the stream is projected onto them before it is kept."""
+        """Hook the blocks of `layers`, ascending. With directions the stream is projected onto them before it is kept.
+
+        allow_nonfinite: leave NaN and inf out of the peaks.
+        """
         self._decoder = decoder.module
         self._layers = list(layers)
         self._hidden_size = hidden_size
         self._store_dtype = store_dtype
+        self._allow_nonfinite = allow_nonfinite
         self._device = decoder.device
         self._directions_DH = None if directions_DH is None else upload(directions_DH, self._device)
         self._width = hidden_size if directions_DH is None else len(directions_DH)
@@ -157,7 +162,7 @@ class Capture:
         """Run one batch of token ids, each int32 [token], padded on the right, and capture the requested layers.
 
         order: the positions in the batch of the prompts whose rows come first, second, and so on. By default that of the batch.
-        rows_LTW, places: a tensor in the stored dtype to write the rows into, and where in it. By default a new tensor.
+        rows_LTW, places: a tensor in the stored dtype to write the rows into, and their places in it. By default a new tensor.
 
         There is no attention mask: in a causal decoder no real token looks at the padding to its right, and without a mask attention
         takes its fastest path. On a card nothing here makes the host wait for it. Raises StreamError if a block is not called exactly
@@ -174,6 +179,7 @@ class Capture:
             rows_LTW=rows_LTW,
             places=places or Places([(0, 0, n_tokens)]),
             peaks_L=torch.empty(len(self._layers), dtype=torch.float32, device=self._device),
+            allow_nonfinite=self._allow_nonfinite,
             n_read=0,
         )
         try:
@@ -212,6 +218,7 @@ class _Pass:
     rows_LTW: torch.Tensor
     places: Places
     peaks_L: torch.Tensor
+    allow_nonfinite: bool
     n_read: int
 
     def store(self, position: int, layer: int, stream_BSH: Any) -> None:
@@ -219,7 +226,7 @@ class _Pass:
             raise StreamError(f"decoder block {layer} was called out of turn; this model does not run each block once, in order")
         check_shape(stream_BSH, self.shape, layer)
         rows_TW = take_rows(stream_BSH, self.real_T, self.directions_DH)
-        self.peaks_L[position] = find_peak(rows_TW)
+        self.peaks_L[position] = find_peak(rows_TW, self.allow_nonfinite)
         self.places.write(rows_TW, self.rows_LTW[position])
         self.n_read += 1
 
@@ -248,8 +255,14 @@ def pad(
     return ids_BS, upload(np.concatenate([np.arange(lengths[row]) + row * longest for row in order]), device)
 
 
-def find_peak(rows_TW: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of rows as a float32 scalar where they are; NaN if one is NaN. Makes no copy of the rows."""
+def find_peak(rows_TW: torch.Tensor, allow_nonfinite: bool = False) -> torch.Tensor:
+    """Return the largest magnitude of rows, a float32 scalar on their device: NaN or inf if there is one.
+
+    allow_nonfinite: return the largest finite one, so that a value that overflows the stored dtype shows beside those that are allowed.
+    Only this makes a copy of the rows.
+    """
+    if allow_nonfinite:
+        rows_TW = rows_TW.where(rows_TW.isfinite(), 0)
     least, most = torch.aminmax(rows_TW)
     return torch.maximum(-least, most).float()
 

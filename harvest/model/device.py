@@ -37,7 +37,7 @@ class Placement:
 def place(engine: Engine, device: torch.device) -> Placement:
     """Return where an engine puts a model's weights on this machine as it is now. Raises RequestError.
 
-    With device_map auto a card named by its number is the only one used, and `cuda` stands for all cards. Otherwise `cuda` means the
+    With device_map auto a card named by its number is the only one used, and `cuda` means all cards. Otherwise `cuda` means the
     current card of the process.
     """
     given = {} if engine.max_memory is None else engine.memory_limits()
@@ -137,7 +137,7 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a pinned copy of a tensor on the host, or the tensor itself if there is no memory left to pin."""
+    """Return a pinned copy of a tensor on the host, or the tensor itself if no more memory can be pinned."""
     try:
         return tensor.pin_memory()
     except RuntimeError as error:
@@ -147,7 +147,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> torch.Tensor:
-    """Return an uninitialised tensor in host memory: pinned if asked for and possible, else pageable."""
+    """Return an uninitialised tensor in host memory: pinned if requested and possible, else pageable."""
     if pinned:
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -175,6 +175,8 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
 
 
 @contextmanager

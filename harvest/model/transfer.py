@@ -1,7 +1,7 @@
-"""Captured rows from the device to their places in host memory, beside the computing.
+"""Captured rows from the device to their places in host memory, while the device computes the next batch.
 
-On a card each run of consecutive rows is one copy, straight into the window's buffer if that is pinned. If it is not, a batch goes through
-a pinned buffer of its own first, and from there to its places on the host.
+On a card each run of consecutive rows is one copy, straight into the window's buffer if that is pinned. If it is not, the batch is copied
+to a pinned buffer first, and from there to its places.
 """
 
 from collections import deque
@@ -18,11 +18,11 @@ from harvest.model.device import host_empty
 
 
 class Arrival:
-    """Rows on their way to their places, or other work of a device; `wait` returns when that is done."""
+    """Rows on their way to their places, or other work of a device. `wait` returns when it is done."""
 
     def __init__(self, done: Any, held: Captured | None, peaks_L: torch.Tensor, then: Callable[[], None] = lambda: None) -> None:
         """done: the event to wait for, or None. peaks_L: of the rows, float32, there after it. then: called once, after it."""
-        # Freed before their copy is done, the rows' memory could be handed out again and overwritten.
+        # If the rows were freed before their copy is done, the allocator could give their memory to the next batch.
         self._done, self._held, self._peaks_L, self._then = done, held, peaks_L, then
 
     def wait(self) -> npt.NDArray[np.float32]:
@@ -58,7 +58,7 @@ class Transfer:
         return self._start(captured, lambda: host_LTW.copy_(rows_LTW, non_blocking=True), partial(_write, host_LTW, target_LTW, places))
 
     def mark(self) -> Arrival:
-        """Return what to wait for until the device has done all that it was given so far; it has no peaks."""
+        """Return an arrival, without peaks, that waits for all work that the device has been given so far."""
         done = None
         if self._stream is not None:
             done = torch.cuda.Event(blocking=True)
@@ -78,7 +78,7 @@ class Transfer:
         return Arrival(done, captured, peaks_L, then)
 
     def _buffer(self, rows_LTW: torch.Tensor) -> torch.Tensor:
-        """Return memory for rows in the pinned buffer whose turn it is, enlarged if needed; pageable if no more can be pinned."""
+        """Return memory for rows in the next pinned buffer, enlarged if needed. It is pageable if no more can be pinned."""
         buffer = self._buffers.popleft()
         if buffer.numel() < rows_LTW.nbytes:
             del buffer
@@ -104,5 +104,5 @@ def _copy(rows_LTW: torch.Tensor, target_LTW: torch.Tensor, places: Places) -> N
 
 
 def from_bits(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return stored values as a tensor of their own dtype, without a copy; numpy has no bfloat16, whose bits it holds as uint16."""
+    """Return stored values as a tensor of `dtype`, without a copy. numpy has no bfloat16 and holds its bits as uint16."""
     return torch.from_numpy(array).view(dtype)

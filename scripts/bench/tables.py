@@ -15,12 +15,12 @@ def say_rate(value: float) -> str:
 
 
 def say_ratio(value: float | None) -> str:
-    """Return a ratio; nothing if there is none."""
+    """Return a ratio, or an empty string without one."""
     return "" if value is None else f"{value:.2f}"
 
 
 def say_share(value: float | None) -> str:
-    """Return a share as a percentage; nothing if there is none."""
+    """Return a share as a percentage, or an empty string without one."""
     return "" if value is None else f"{value:.1%}"
 
 

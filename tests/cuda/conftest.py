@@ -49,14 +49,14 @@ class Card:
         return self.simulator is not None
 
     def need(self, n_cards: int) -> None:
-        """Have at least so many cards, or skip the test."""
+        """Have at least `n_cards` cards, or skip the test."""
         if self.is_simulated:
             self._set_up(DEVICES=n_cards)
         elif torch.cuda.device_count() < n_cards:
             pytest.skip(f"this machine has no {n_cards} cards")
 
     def shrink(self, n_bytes: int) -> None:
-        """Let a card have so much memory."""
+        """Let a card have `n_bytes` of memory."""
         if self.is_simulated:
             # What is cached was taken when the card was larger.
             torch.cuda.empty_cache()
@@ -192,7 +192,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def run_all(commands: Sequence[Sequence[str]], env: Sequence[dict[str, str]]) -> list[str]:
-    """Run commands side by side; fails unless all succeed. Returns what each wrote to stderr."""
+    """Run commands side by side, and fail unless all succeed. Return what each wrote to stderr."""
     processes = [
         subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for command, own in zip(commands, env, strict=True)

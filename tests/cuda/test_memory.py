@@ -89,7 +89,7 @@ def in_all_threads(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 def run_or_fail(request: harvest.HarvestRequest, folder: Path, engine: harvest.Engine) -> HarvestError | None:
-    """Run a request, and return its error if it ends in one, once that is seen to stand in the job."""
+    """Run a request. Return its HarvestError if it ends in one, after checking that the job holds it too."""
     try:
         harvest.run(request, folder, engine)
     except HarvestError as error:
@@ -100,7 +100,7 @@ def run_or_fail(request: harvest.HarvestRequest, folder: Path, engine: harvest.E
     return None
 
 
-# Each way through the program has lines of its own.
+# Each way through the program asks for memory at other lines.
 WAYS: dict[str, dict[str, Any]] = {
     "resident": {},
     "resident, run by run": {"_STAGED_SHARE": 0},
@@ -174,7 +174,7 @@ def test_cards_of_every_size(weights: str, llama: Path, tmp_path: Path, card: Ca
 
 
 class Small(TorchDispatchMode):
-    """A card without memory for the embeddings of more than so many tokens."""
+    """A card without memory for the embeddings of more than `most` tokens."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_a_lowered_budget_is_said_once_and_kept(llama: Path, tmp_path: Path, car
 
 
 class Broken(TorchDispatchMode):
-    """A card that fails for good after so many calls."""
+    """A card that fails for good after `n_calls` calls."""
 
     def __init__(self, n_calls: int) -> None:
         super().__init__()

@@ -47,6 +47,8 @@ def test_the_second_card(weights: str, llama: Path, card: Card, held_against_cpu
 
 def test_cuda_is_the_current_card_of_a_process(llama: Path, card: Card, tmp_path: Path) -> None:
     card.need(2)
+    harvest.run(asking(llama), tmp_path / "other", settings(device="cuda:1"))
+    assert torch.cuda.current_device() == 0, "a run leaves the current card as it was"
     torch.cuda.set_device(1)
     harvest.run(asking(llama), tmp_path / "run", settings())
     assert harvest.open(tmp_path / "run").manifest.local["engine"]["device"] == "cuda:1"

@@ -89,7 +89,7 @@ def test_a_batch_of_a_streamed_block_waits_for_its_event_alone(
 def test_the_next_window_starts_before_the_last_copy_of_the_one_before(
     llama: Path, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each window is a single batch here, so nothing else could run beside its copy."""
+    """Each window is a single batch here, so only the next window can run during its copy."""
     started: list[tuple[str, int]] = []
     read, wait = harvest.window.Capture.read, harvest.window.Arrival.wait
 

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("once")]
 
 SCHEDULES = [("eager", 1), ("lazy", 1), ("copies-late", 1), ("copies-early", 1), *(("random", seed) for seed in range(1, 9))]
 NOTHING = "pass"
-# A wait: where it stands, its line, what stands there instead, and the way through the program that passes it.
+# A wait: its function, its line, the line that replaces it, and the way through the program that reaches it.
 WAITS: dict[str, tuple[Any, str, str, str]] = {
     "a finished copy": (Arrival.wait, "self._done.synchronize()", NOTHING, "run by run"),
     "a finished copy of a staged window": (Arrival.wait, "self._done.synchronize()", NOTHING, "staged"),

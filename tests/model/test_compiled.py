@@ -44,7 +44,7 @@ def test_compiled_blocks_compute_the_same_values(plain: Path, tmp_path: Path) ->
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
-    """Let something else stand for torch.compile."""
+    """Replace torch.compile."""
 
     def replace(compile: Callable[[Any], Any]) -> None:
         monkeypatch.setattr(torch, "compile", lambda function, **_options: compile(function))

@@ -1,4 +1,4 @@
-"""float32 is true float32, whatever the process has asked torch for, and the process finds its settings again."""
+"""float32 is true float32 whatever torch was set to, and the settings are restored."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# Each setting in a process of its own, forked from one that has imported torch: torch has no way back from some of them.
+# Each setting is made in a separate process, forked from one that has imported torch: some cannot be undone.
 SCRIPT = """
 import json, os, sys
 import torch
