@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from harvest.model.describe import describe
-from harvest.model.device import Placement, free_memory_bytes, resolve_device
+from harvest.model.device import Placement, free_memory_bytes, resolve_device, with_index
 from harvest.model.sources import find_model
 from harvest.model.start_token import about_token, start_token_id
 from harvest.model.weigh import build, free_bytes
@@ -70,7 +70,7 @@ def examine_machine(folder: Path) -> dict[str, Any]:
 
 def needs(model: Mapping[str, Any], device: str = "auto") -> dict[str, Any]:
     """What a run of a model's quartiles and of all its layers needs on a device of this machine."""
-    where = resolve_device(device)
+    where = with_index(resolve_device(device))
     dtype = "float32" if where.type == "cpu" else model["dtype"]
     free = free_bytes(Placement(where))
     answer: dict[str, Any] = {"device": str(where), "compute_dtype": dtype, "free_bytes": free}

@@ -16,7 +16,7 @@ import transformers
 from harvest.errors import ModelError, RequestError
 from harvest.model.blockwise import loads_by_block
 from harvest.model.describe import Description
-from harvest.model.device import Placement
+from harvest.model.device import Placement, free_memory
 from harvest.model.weigh import build, free_bytes
 from harvest.parts import Rank
 from harvest.progress import size
@@ -56,6 +56,10 @@ def choose_weights(
         # Loading says what is wrong with it.
         return "resident"
     needed, free = weighed.n_bytes(n_blocks, compute_dtype), free_bytes(placement)
+    if needed > _FITS * free:
+        # An earlier run of this process may have left its model to the garbage collector.
+        free_memory()
+        free = free_bytes(placement)
     if needed <= _FITS * free:
         return "resident"
     note(
