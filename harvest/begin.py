@@ -131,8 +131,8 @@ def empty(folder: RunFolder, reporter: Reporter) -> None:
 
 
 def _differences(held: Fingerprint, own: Fingerprint) -> str:
-    return "; ".join(
-        f"{name}: {held.get(name)!r} there, {own.get(name)!r} here"
-        for name in sorted(held.keys() | own.keys())
-        if held.get(name) != own.get(name)
-    )
+    names = [name for name in sorted(held.keys() | own.keys()) if held.get(name) != own.get(name)]
+    if "device" in names and "card" in names:
+        # It follows from the device.
+        names.remove("card")
+    return "; ".join(f"{name}: {held.get(name)!r} there, {own.get(name)!r} here" for name in names)

@@ -228,7 +228,7 @@ def _run_windows(
 ) -> None:
     """Read windows, and write their shards while the next windows are read."""
     buffers = make_buffers(prepared, todo)
-    if buffers.is_pinned is False and prepared.settings.device.startswith("cuda") and prepared.room is None:
+    if buffers.lacks_pinned:
         reporter.note("warning: no memory could be pinned for the captured rows, so copies from the card are slower. See `ulimit -l`")
 
     def check() -> None:

@@ -261,7 +261,9 @@ def _resolve(
     card = None
     if device.type == "cuda":
         attention = attention_kind(description, engine.attention)
-        card = CardCosts(**held["card"]) if "card" in held else card_costs(text, layers[-1] + 1, value_bytes, token_bytes, attention)
+        card = card_costs(text, layers[-1] + 1, value_bytes, token_bytes, attention)
+        if held.get("card", {}).keys() == asdict(card).keys():
+            card = CardCosts(**held["card"])
     return Settings(
         device=str(device),
         compute_dtype=compute_dtype,

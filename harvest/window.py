@@ -63,7 +63,7 @@ class WindowReader:
     def __init__(self, prepared: Prepared, decoder: LoadedDecoder, reporter: Reporter, stop: StopFlag, on_read: OnRead) -> None:
         """on_read: called in the order of the windows, with a window, its filled buffer, and the batch budget if that was lowered."""
         self._prepared, self._decoder, self._reporter, self._stop, self._on_read = prepared, decoder, reporter, stop, on_read
-        self._device = torch.device(prepared.settings.device)
+        self._device = decoder.device
         self._store_dtype = getattr(torch, prepared.settings.store_dtype)
         self._capture = Capture(
             decoder,
@@ -89,13 +89,13 @@ class WindowReader:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
         # A copy that is still under way must not write into memory that a later run of this process is given.
         for arrival, _ in self._in_flight:
             with suppress(RuntimeError):
                 arrival.wait()
         self._in_flight.clear()
-        self._stack.close()
+        return self._stack.__exit__(kind, error, trace)
 
     def _check_values(self) -> None:
         prepared = self._prepared
@@ -261,9 +261,10 @@ def say_lowered(batch: Sequence[int], budget: int) -> str:
 def check_divisible(batch: Sequence[int], prepared: Prepared) -> None:
     """Raise StreamError if a batch that did not fit is a single prompt, which cannot be halved."""
     if len(batch) == 1:
+        eager = "Pass --attention sdpa, which holds no scores. " if prepared.settings.attention == "eager" else ""
         raise StreamError(
             f"prompt {batch[0]}, of {int(prepared.plan.lengths[batch[0]])} tokens, does not fit the device's memory even alone. "
-            "Lower --context-length, request fewer layers, or use a larger device"
+            f"{eager}Lower --context-length, request fewer layers, or use a larger device"
         )
 
 

@@ -6,6 +6,7 @@ are read before and after, and compared.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,10 @@ from harvest.model.device import is_failure, is_out_of_memory
 from harvest.model.plain import mean_error
 
 # Blocks share their code, and each shape class of a batch (one prompt or several, with or without a mask) is compiled for itself. torch
-# silently runs what exceeds its limit of 8 uncompiled, so that values would depend on the order of the batches.
+# silently runs what exceeds its limit of 8 uncompiled, so that values would depend on the order of the batches. Here that is an error.
 _MOST_VARIANTS = 64
+# Where the errors of compilers come from once other errors are possible too.
+_COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 
 
 @contextmanager
@@ -36,14 +39,21 @@ def compiled_blocks(
     `plain.tolerance`. Raises StreamError if torch cannot compile the blocks here, or the values are further apart.
     """
     before = [_read(capture, batch) for batch in batches]
-    with torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS, accumulated_recompile_limit=16 * _MOST_VARIANTS):
+    limits: dict[str, Any] = {
+        "recompile_limit": _MOST_VARIANTS,
+        "accumulated_recompile_limit": 16 * _MOST_VARIANTS,
+        "fail_on_recompile_limit_hit": True,
+    }
+    with torch._dynamo.config.patch(**limits):
         try:
             with _naming_compilers():
                 for block in decoder.blocks:
                     block.forward = torch.compile(block.forward, dynamic=True)
                 # Compiled while they are read: a block's code depends on what it is given.
                 after = [_read(capture, batch) for batch in batches]
-            yield max(_compare(one, other, layers, allowed) for one, other in zip(before, after, strict=True))
+            worst = max(_compare(one, other, layers, allowed) for one, other in zip(before, after, strict=True))
+            with _naming_compilers(_COMPILERS):
+                yield worst
         finally:
             for block in decoder.blocks:
                 block.__dict__.pop("forward", None)
@@ -54,14 +64,17 @@ def _read(capture: Capture, batch: Sequence[npt.NDArray[np.int32]]) -> torch.Ten
 
 
 @contextmanager
-def _naming_compilers() -> Iterator[None]:
-    """Raise StreamError in place of the errors of the compilers that torch calls, which have no class in common."""
+def _naming_compilers(modules: tuple[str, ...] = ("",)) -> Iterator[None]:
+    """Raise StreamError in place of the errors of the compilers that torch calls, which have no class in common.
+
+    modules: what the names of the modules of their classes begin with.
+    """
     try:
         yield
     except HarvestError:
         raise
     except Exception as error:
-        if is_out_of_memory(error) or is_failure(error):
+        if is_out_of_memory(error) or is_failure(error) or not type(error).__module__.startswith(modules):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise StreamError(f"compile: torch cannot compile the decoder blocks here ({lines[0]}). Leave --compile out.") from error

@@ -17,7 +17,14 @@ from harvest.settings import Engine
 _WEIGHTS_SHARE = 0.8
 # How libraries report that a device has no memory left, besides torch.OutOfMemoryError: the CUDA runtime (also for pinned memory),
 # cuBLAS and cuDNN when they create a handle or a workspace, and torch's allocator on a CPU and on Metal.
-_OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED.")
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_NOT_SUPPORTED.",
+    "can't allocate memory",
+)
 # How they report that a device failed: an illegal access, a card that fell off the bus, a driver that is gone.
 _FAILED = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS_", "MPS error")
 

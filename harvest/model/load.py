@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from harvest.errors import ModelError
+from harvest.errors import DeviceError, ModelError
 from harvest.model import tiny
 from harvest.model.adapter import put_on
 from harvest.model.blocks import LoadedDecoder, cut_blocks, cut_class, decoder_of
@@ -49,7 +49,7 @@ def load_decoder(
         try:
             decoder = _load(n_blocks, description, placement, dtype, attention)
         except Exception as error:
-            if any(is_out_of_memory(cause) or is_failure(cause) for cause in causes(error)):
+            if isinstance(error, DeviceError) or any(is_out_of_memory(cause) or is_failure(cause) for cause in causes(error)):
                 raise
             # Whatever stands in the way of a cut model, the whole one shows whether the model itself is at fault.
             return load_decoder(description, placement, dtype, n_blocks, attention, allow_cut=False)
@@ -116,7 +116,10 @@ def _read(decoder_class: Any, description: Description, device: torch.device, kw
             put_on(model, description.adapter, description.n_layers)
     decoder = decoder_of(model, description.n_layers, device)
     _check_weights(description.source, decoder.module, model, info)
-    return replace(decoder, places=_places(model, decoder)) if kwargs["device_map"] == "auto" else decoder
+    if kwargs["device_map"] != "auto":
+        return decoder
+    decoder = replace(decoder, device=_entry(model, description.source, device))
+    return replace(decoder, places=_places(model, decoder))
 
 
 @contextmanager
@@ -131,6 +134,22 @@ def _quiet_loggers() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _entry(model: Any, source: Source, device: torch.device) -> torch.device:
+    """Return where token ids go into a spread model. If it came to lie on one device alone, transformers moves nothing between devices.
+
+    Raises DeviceError if that is the host, and a card was to be used.
+    """
+    if hasattr(model, "hf_device_map"):
+        return device
+    found: torch.device = next(model.parameters()).device
+    if found.type == "cpu" and device.type == "cuda":
+        raise DeviceError(
+            f"device_map: no part of {source.name} fits what --max-memory, or the free memory, leaves for it on {device}. "
+            "Raise --max-memory, or pass --device cpu."
+        )
+    return found
 
 
 def _places(model: Any, decoder: LoadedDecoder) -> list[str]:

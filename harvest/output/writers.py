@@ -59,20 +59,20 @@ class WindowBuffers:
     ) -> None:
         """For window_bytes see `buffer_sizes`. scratch: a folder in which the buffers are files, mapped into memory; or None.
 
-        pinned: pin the memory if the system allows it, so that a card copies into it without the host's help. `is_pinned` says whether
-        it did. Raises StorageError if the folder's disk has no room for the buffers.
+        pinned: pin the memory if the system allows it, so that a card copies into it without the host's help. `lacks_pinned` tells if it
+        does not. Raises StorageError if the folder's disk has no room for the buffers.
         """
         count, largest = buffer_sizes(windows, layout, window_bytes)
         self._layout = layout
         self._free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
-        self.is_pinned = pinned and scratch is None
+        self.lacks_pinned = False
         for _ in range(count):
             if scratch is not None:
                 self._free.put(map_scratch(scratch, largest))
                 continue
             # Pageable memory is left untouched here: the system provides its pages as rows arrive.
             memory = host_empty([largest], torch.uint8, pinned)
-            self.is_pinned = self.is_pinned and memory.is_pinned()
+            self.lacks_pinned = self.lacks_pinned or (pinned and not memory.is_pinned())
             self._free.put(memory.numpy())
 
     @property

@@ -16,7 +16,7 @@ from conftest import LLAMA_LIKE, SMALL, Notes, wait_for
 import harvest
 import harvest.stream
 import harvest.window
-from harvest.errors import CancelledError, RequestError
+from harvest.errors import CancelledError, DeviceError, FolderError, RequestError
 from harvest.forecast import forecast
 from harvest.input.directions import read_directions
 from harvest.model import device as devices
@@ -147,6 +147,23 @@ def test_weights_over_two_cards(llama: Path, card: Card, held_against_cpu: Calla
 def test_weights_on_a_card_and_the_host(llama: Path, card: Card, held_against_cpu: Callable[..., Notes]) -> None:
     notes = held_against_cpu(asking(llama), settings(device="cuda:0", device_map="auto", max_memory="cuda:0=150KB,cpu=1GB"))
     assert any("on cuda:0" in note and "on cpu" in note for note in notes.said), notes.said
+
+
+def test_weights_that_come_to_lie_on_the_second_card_alone(llama: Path, card: Card, held_against_cpu: Callable[..., Notes]) -> None:
+    card.need(2)
+    notes = held_against_cpu(asking(llama), settings(device_map="auto", max_memory="cuda:0=1KB,cuda:1=1GB,cpu=0"))
+    assert "weights: blocks 0-3 on cuda:1" in notes.said
+
+
+def test_limits_that_leave_nothing_to_a_card_are_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match=r"device_map: no part of .* fits .*Raise --max-memory, or pass --device cpu"):
+        harvest.run(asking(llama), tmp_path / "run", settings(device="cuda:0", device_map="auto", max_memory="cuda:0=1KB,cpu=1GB"))
+
+
+def test_a_run_of_a_cpu_is_not_gone_on_with_on_a_card(llama: Path, tmp_path: Path) -> None:
+    harvest.run(asking(llama), tmp_path / "run", settings(device="cpu"))
+    with pytest.raises(FolderError, match=r"\(device: 'cpu' there, 'cuda' here\)"):
+        harvest.run(asking(llama), tmp_path / "run", settings())
 
 
 def test_two_ranks_take_a_card_each(llama: Path, card: Card, held_against_cpu: Callable[..., Notes], tmp_path: Path) -> None:
