@@ -35,7 +35,6 @@ def load(prepared: Prepared, reporter: Reporter) -> LoadedDecoder:
         # memory for the cut model has none for the whole one.
         if not decoder.is_cut or is_out_of_memory(error) or is_failure(error):
             raise
-        del error
         decoder = load_decoder(prepared.description, prepared.placement, dtype, n_blocks, attention, allow_cut=False)
         check_stream(decoder, ids, n_tried, switches)
     if prepared.placement.limits is not None:

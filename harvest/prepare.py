@@ -54,6 +54,11 @@ class Settings:
     compile: bool = False
     card: CardCosts | None = None
 
+    @property
+    def on_card(self) -> bool:
+        """Whether a CUDA card computes, so that host memory for its copies is pinned."""
+        return self.device.startswith("cuda")
+
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values. What is not used, of those that came later, has no key, as in runs of earlier versions."""
         return {name: value for name, value in asdict(self).items() if name not in ("compile", "card") or value}

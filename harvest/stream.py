@@ -44,8 +44,8 @@ def make_buffers(prepared: Prepared, windows: Sequence[Window]) -> WindowBuffers
 
     Raises StorageError where the scratch folder has no room for them.
     """
-    pinned = prepared.settings.device.startswith("cuda")
-    return WindowBuffers(windows, prepared.layout, _window_bytes(prepared), _rows_folder(prepared, windows), pinned)
+    folder = _rows_folder(prepared, windows)
+    return WindowBuffers(windows, prepared.layout, _window_bytes(prepared), folder, prepared.settings.on_card)
 
 
 def kept_bytes(prepared: Prepared, batches: Iterable[Sequence[list[int]]]) -> tuple[int, int]:
@@ -62,7 +62,7 @@ def kept_bytes(prepared: Prepared, batches: Iterable[Sequence[list[int]]]) -> tu
     rows_in_memory = _rows_in_memory(prepared, windows)
     in_memory = rows_in_memory + (streams if prepared.room.fits_memory(rows_in_memory, streams) else 0)
     in_scratch = rows + streams - in_memory
-    return in_memory + (PREFETCH_PINNED if prepared.settings.device.startswith("cuda") else 0), in_scratch
+    return in_memory + (PREFETCH_PINNED if prepared.settings.on_card else 0), in_scratch
 
 
 def _window_bytes(prepared: Prepared) -> int | None:
@@ -80,14 +80,14 @@ def _rows_in_memory(prepared: Prepared, windows: Sequence[Window]) -> int:
 
 def _row_bytes(prepared: Prepared, windows: Sequence[Window]) -> int:
     n_buffers, n_bytes = buffer_sizes(windows, prepared.layout, _window_bytes(prepared))
-    return n_buffers * (pinned_bytes(n_bytes) if prepared.settings.device.startswith("cuda") else n_bytes)
+    return n_buffers * (pinned_bytes(n_bytes) if prepared.settings.on_card else n_bytes)
 
 
 def _stream_bytes(prepared: Prepared, shapes: Iterable[tuple[int, int]]) -> int:
     """Return the bytes that the streams of batches take on the host. shapes: the prompts and the padded tokens of each."""
     token_bytes = prepared.description.hidden_size * int(getattr(torch, prepared.settings.compute_dtype).itemsize)
     sizes = (n_prompts * width * token_bytes for n_prompts, width in shapes)
-    return sum(map(pinned_bytes, sizes) if prepared.settings.device.startswith("cuda") else sizes)
+    return sum(map(pinned_bytes, sizes) if prepared.settings.on_card else sizes)
 
 
 @dataclass

@@ -31,7 +31,7 @@ _FAILED = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS_", "
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model's weights lie.
+    """Where a model's weights are.
 
     device: where token ids go in and captured rows come out; a CUDA device has its index. Without limits the whole model lies there.
     limits: bytes of weights for each device, by accelerate's names: the number of a card, or cpu. What fits none of them stays on disk.
